@@ -1,0 +1,561 @@
+package idem
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptrace"
+	"net/url"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/hashicorp/go-retryablehttp"
+)
+
+// attempt is one call of the base: its own copy of the request, its own
+// limit, and what httptrace saw. It is the parent of its request's context.
+type attempt struct {
+	context.Context // the caller's, with the attempt's own end
+	o               *operation
+
+	start   time.Time
+	cancel  context.CancelCauseFunc // nil: no limit of its own
+	timer   *time.Timer
+	hookCtx context.Context
+
+	req    http.Request
+	values [12]string // of the header
+	key    [1]string
+	body   attemptBody
+
+	trace  httptrace.ClientTrace
+	asked  atomic.Int32 // for a connection
+	got    atomic.Int32 // a connection: one for each send
+	reused atomic.Bool
+
+	header    http.Header // of the answer
+	text      []byte      // what was read of its body
+	whole     bool        // text is all of it
+	reference string
+}
+
+// Value lets an inner Transport know whose attempt it is in.
+func (a *attempt) Value(key any) any {
+	if key == (layer{}) {
+		return a.o
+	}
+	return a.Context.Value(key)
+}
+
+// attempt sends the request once and reads as much of the answer as the
+// verdict needs. An error means that nothing was sent and nothing will be.
+func (o *operation) attempt() (result, error) {
+	a := &o.first
+	if o.now != nil {
+		a = new(attempt)
+	}
+	o.now, o.resp, o.lost, o.lastErr = a, nil, lastAnswer{}, nil
+	a.o, a.start = o, time.Now()
+	if err := a.build(); err != nil {
+		a.release()
+		return result{}, err
+	}
+	if o.firstSend.IsZero() {
+		o.firstSend = a.start
+		if o.cell != nil {
+			o.firstSend = o.cell.sent(a.start)
+		}
+	}
+	base := o.t.base
+	if o.offPool {
+		base = o.t.sideBase()
+	}
+	resp, err := base.RoundTrip(&a.req)
+	switch {
+	case err != nil && resp != nil: // against the contract of RoundTripper
+		_ = resp.Body.Close()
+	case err == nil && resp == nil:
+		err = errors.New("idem: Base returned neither an answer nor an error")
+	}
+	if err == nil && !a.pause() {
+		_ = resp.Body.Close()
+		err = errAttemptLimit
+	}
+	if err != nil {
+		r := a.failed(err)
+		a.release()
+		return r, nil
+	}
+	if resp.Body == nil {
+		resp.Body = http.NoBody
+	}
+	return a.read(resp), nil
+}
+
+// build makes the request of the attempt.
+func (a *attempt) build() error {
+	o := a.o
+	p := &o.t.policy
+	ctx := o.ctx
+	if h := o.t.Hooks.AttemptStart; h != nil {
+		if c := h(ctx, &o.report, o.counted+1); c != nil {
+			ctx = c
+		}
+	}
+	a.hookCtx = ctx
+	if p.AttemptTimeout > 0 || o.buffers() && p.MaxElapsed > 0 {
+		ctx, a.cancel = context.WithCancelCause(ctx)
+	}
+	if p.AttemptTimeout > 0 {
+		a.timer = time.AfterFunc(p.AttemptTimeout, a.expire)
+	}
+	a.Context = ctx
+	a.trace.GetConn = a.getConn
+	a.trace.GotConn = a.gotConn
+	a.req = *o.req.WithContext(httptrace.WithClientTrace(a, &a.trace))
+	a.req.Header = o.copyHeader(a)
+	a.req.GetBody = nil // or net/http would send again by itself
+	a.req.ContentLength = o.body.length
+	rc, err := a.openBody()
+	if err != nil {
+		return err
+	}
+	a.req.Body = rc
+	if o.t.Prepare != nil && o.target == o.home {
+		return a.prepare()
+	}
+	return nil
+}
+
+func (a *attempt) openBody() (io.ReadCloser, error) {
+	o := a.o
+	if o.body.opened > 0 && o.request != nil && o.request.whole && o.body.kind == reopened {
+		sum, _, whole, err := o.body.digest()
+		if err != nil {
+			return nil, err
+		}
+		if whole && sum != o.request.digest {
+			return nil, ErrBodyChanged
+		}
+	}
+	rc, err := o.body.open(&a.body)
+	if rc == nil && err == nil && o.req.Body != nil {
+		rc = http.NoBody
+	}
+	return rc, err
+}
+
+// prepare runs Transport.Prepare on a request that it cannot share with
+// anything, and holds it to its promise.
+func (a *attempt) prepare() error {
+	o := a.o
+	b := &o.body
+	given, length := a.req.Body, a.req.ContentLength
+	u := *o.req.URL
+	a.req.URL = &u
+	var handed []io.ReadCloser
+	if b.kind != noBody && b.kind != stream {
+		a.req.GetBody = func() (io.ReadCloser, error) {
+			rc, err := b.again()
+			if err == nil {
+				handed = append(handed, rc)
+			}
+			return rc, err
+		}
+	}
+	err := o.t.Prepare(&a.req)
+	a.req.GetBody = nil
+	defer func() {
+		for _, rc := range handed {
+			_ = rc.Close()
+		}
+	}()
+	fail := func(err error) error {
+		closeBody(given)
+		return err
+	}
+	if err != nil {
+		return fail(err)
+	}
+	d := &o.t.dialect
+	switch key, has, _ := headerKey(a.req.Header, d); {
+	case d.Header == "":
+	case o.keyed && (!has || key != o.report.Key), !o.keyed && has && !o.bringsKey():
+		return fail(invalid("Transport.Prepare", "changed the header %s; the key is fixed for the operation", d.Header))
+	}
+	switch {
+	case a.req.URL == nil || urlOf(a.req.URL) != urlOf(o.req.URL):
+		return fail(invalid("Transport.Prepare", "changed the URL; it is fixed for the operation"))
+	case method(&a.req) != o.method:
+		return fail(invalid("Transport.Prepare", "changed the method; it is fixed for the operation"))
+	case a.req.ContentLength != length:
+		return fail(invalid("Transport.Prepare", "changed ContentLength from %d to %d; the body is fixed for the operation", length, a.req.ContentLength))
+	}
+	if b.kind != noBody && b.kind != stream {
+		if a.req.Body != given && !oneOf(a.req.Body, handed) {
+			same, err := b.equals(a.req.Body)
+			if err != nil || !same {
+				return fail(invalid("Transport.Prepare", "changed the body; it is fixed for the operation"))
+			}
+		}
+		closeBody(given) // Prepare may have read it: the attempt gets a fresh one
+		fresh, err := b.again()
+		if err != nil {
+			return &bodyError{err}
+		}
+		a.body = attemptBody{}
+		a.req.Body = a.body.reading(fresh, fresh, b.length)
+	} else if a.req.Body != given {
+		return fail(invalid("Transport.Prepare", "changed the body; it is fixed for the operation"))
+	}
+	if o.t.Scope != nil {
+		if now := o.t.Scope(&a.req); now != o.scope {
+			return fail(scopeChanged(o.scope, now))
+		}
+	}
+	return nil
+}
+
+func oneOf(rc io.ReadCloser, all []io.ReadCloser) bool {
+	for _, x := range all {
+		if x == rc {
+			return true
+		}
+	}
+	return false
+}
+
+func closeBody(rc io.ReadCloser) {
+	if rc != nil {
+		_ = rc.Close()
+	}
+}
+
+// bringsKey reports whether the caller's request has a key header that is
+// left alone.
+func (o *operation) bringsKey() bool {
+	_, has, _ := headerKey(o.req.Header, &o.t.dialect)
+	return has && !o.ownsKeyHeader()
+}
+
+func (a *attempt) getConn(string) { a.asked.Add(1) }
+
+func (a *attempt) gotConn(info httptrace.GotConnInfo) {
+	a.got.Add(1)
+	a.reused.Store(info.Reused)
+}
+
+// expire ends the attempt.
+func (a *attempt) expire() { a.cancel(errAttemptLimit) }
+
+// pause stops the limit; false: it has struck.
+func (a *attempt) pause() bool { return a.timer == nil || a.timer.Stop() }
+
+// release frees what the attempt holds. Its body must be closed or read.
+func (a *attempt) release() {
+	if a.timer != nil {
+		a.timer.Stop()
+	}
+	if a.cancel != nil {
+		a.cancel(context.Canceled)
+	}
+}
+
+// sends is how many requests the attempt put on the wire.
+func (a *attempt) sends(r *result) int {
+	if n := int(a.got.Load()); n > 0 || r.notSent {
+		return n
+	}
+	return 1 // a base that does not trace
+}
+
+// failed is the result of an attempt without an answer.
+func (a *attempt) failed(err error) result {
+	o := a.o
+	r := result{err: err}
+	asked, got := a.asked.Load(), a.got.Load()
+	limit := a.cancel != nil && context.Cause(a.Context) == error(errAttemptLimit)
+	if limit {
+		r.err = &attemptLimitError{last: err}
+	}
+	own := a.body.failure()
+	if own != nil {
+		r.permanent = true
+		if !errors.Is(r.err, own) {
+			r.err = own
+		}
+	}
+	if got == 0 && !limit {
+		_, direct := o.t.base.(*http.Transport)
+		permanent := own == nil && permanentError(err)
+		r.permanent = r.permanent || permanent
+		r.notSent = asked > 0 || direct && permanent
+	} else if got == 0 {
+		r.notSent = asked > 0
+	}
+	r.staleReused = got > 0 && a.reused.Load() && !limit && own == nil && o.ctx.Err() == nil && !timeout(err)
+	r.leaveThePool = r.staleReused
+	if o.t.policy.Classify != nil && o.ctx.Err() == nil {
+		r.overruled = o.t.policy.Classify(nil, r.err)
+	}
+	return r
+}
+
+func timeout(err error) bool {
+	var t interface{ Timeout() bool }
+	return errors.As(err, &t) && t.Timeout()
+}
+
+// permanentError reports whether an error before any connection will not get
+// better: a name that does not exist, a bad certificate, scheme or header. For
+// the untyped errors of net/http the policy of go-retryablehttp is asked,
+// which keeps up with their texts; it looks only inside a *url.Error, whose
+// empty URL here keeps text of the server out of it.
+func permanentError(err error) bool {
+	var dns *net.DNSError
+	if errors.As(err, &dns) {
+		return dns.IsNotFound && !dns.IsTemporary
+	}
+	retry, _ := retryablehttp.ErrorPropagatedRetryPolicy(context.Background(), nil, &url.Error{Op: "send", Err: err})
+	return !retry
+}
+
+// buffers reports whether answers are buffered at all.
+func (o *operation) buffers() bool {
+	return o.keyed && o.t.policy.MaxResponseBuffer > 0 || o.t.policy.Classify != nil
+}
+
+// read takes from the answer what the verdict needs: all of a small one of a
+// keyed operation, so that a cut is noticed while it can be mended.
+func (a *attempt) read(resp *http.Response) result {
+	o := a.o
+	p, d := &o.t.policy, &o.t.dialect
+	o.resp, a.header = resp, resp.Header
+	r := result{status: resp.StatusCode}
+	looks := o.keyed && d.needsBody(resp.StatusCode)
+	var cut error
+	switch limit := p.MaxResponseBuffer; {
+	case resp.StatusCode == http.StatusSwitchingProtocols:
+	case p.Classify != nil:
+		cut = a.buffer(max(limit, defaultBuffer))
+	case o.keyed && bufferable(resp, limit) && (looks || !retriedStatus(resp.StatusCode)):
+		cut = a.buffer(limit)
+	case looks:
+		cut = a.buffer(drainBytes)
+	}
+	if cut != nil {
+		return a.cut(cut)
+	}
+	if o.keyed {
+		doc := &document{text: a.text}
+		r.marks = d.recognise(resp, doc)
+		r.hint = d.hint(resp.Header)
+		if len(d.Reference) > 0 && len(a.text) > 0 && (resp.StatusCode/100 == 2 || r.marks&markAlreadyDone != 0) {
+			a.reference = d.reference(doc)
+		}
+	}
+	if resp.StatusCode/100 != 2 {
+		r.retryAfter, r.asked = retryAfter(resp.Header, time.Now())
+		r.throttled = resp.StatusCode == http.StatusTooManyRequests || resp.StatusCode == http.StatusServiceUnavailable
+		r.leaveThePool = resp.StatusCode == http.StatusRequestTimeout || resp.StatusCode == http.StatusMisdirectedRequest
+	}
+	if p.Classify != nil {
+		rest := resp.Body
+		resp.Body = io.NopCloser(bytes.NewReader(a.text))
+		r.overruled = p.Classify(resp, nil)
+		resp.Body = rest
+	}
+	return r
+}
+
+// cut is the result of an answer that broke off in its body.
+func (a *attempt) cut(err error) result {
+	o := a.o
+	resp := o.resp
+	_ = resp.Body.Close()
+	limit := a.cancel != nil && context.Cause(a.Context) == error(errAttemptLimit)
+	a.release()
+	if limit {
+		err = &attemptLimitError{last: err}
+	}
+	o.lost = lastAnswer{resp.StatusCode, resp.Header, a.text[:min(len(a.text), maxErrorBody)]}
+	o.resp = nil
+	r := result{err: err, status: resp.StatusCode}
+	if o.t.policy.Classify != nil && o.ctx.Err() == nil {
+		r.overruled = o.t.policy.Classify(nil, err)
+	}
+	return r
+}
+
+// bufferable answers have an end that can be waited for.
+func bufferable(resp *http.Response, limit int64) bool {
+	switch {
+	case limit < 0:
+		return false
+	case resp.ContentLength >= 0:
+		return resp.ContentLength <= limit
+	}
+	t := mediaType(resp.Header)
+	switch t {
+	case "application/json", "application/xml", "text/xml", "application/x-www-form-urlencoded", "multipart/form-data":
+		return true
+	}
+	return strings.HasSuffix(t, "+json") || strings.HasSuffix(t, "+xml")
+}
+
+// buffer reads up to limit bytes of the answer. The attempt's limit holds for
+// each gap between bytes, and Policy.MaxElapsed for the whole.
+func (a *attempt) buffer(limit int64) error {
+	p := &a.o.t.policy
+	body := a.o.resp.Body
+	size := a.o.resp.ContentLength
+	if size < 0 || size > limit {
+		size = 512
+	}
+	text := make([]byte, 0, min(size, limit)+1)
+	start := time.Now()
+	for {
+		if !a.rearm(p, start) {
+			a.text = text
+			return errAttemptLimit
+		}
+		n, err := body.Read(text[len(text):cap(text)])
+		text = text[:len(text)+n]
+		switch {
+		case err == io.EOF:
+			a.pause()
+			a.text, a.whole = text, true
+			_ = body.Close()
+			a.release()
+			return nil
+		case err != nil:
+			a.text = text
+			return err
+		case int64(len(text)) > limit:
+			if !a.pause() {
+				a.text = text
+				return errAttemptLimit
+			}
+			a.text = text
+			return nil
+		case len(text) == cap(text):
+			text = append(text, 0)[:len(text)]
+		}
+	}
+}
+
+// rearm gives the next bytes their time; false: it is over.
+func (a *attempt) rearm(p *Policy, start time.Time) bool {
+	gap := p.AttemptTimeout
+	if p.MaxElapsed > 0 {
+		rest := p.MaxElapsed - time.Since(start)
+		if gap == 0 || rest < gap {
+			gap = rest
+		}
+		if gap <= 0 {
+			return false
+		}
+	}
+	switch {
+	case gap == 0 || a.cancel == nil:
+	case a.timer == nil:
+		a.timer = time.AfterFunc(gap, a.expire)
+	default:
+		a.timer.Reset(gap)
+	}
+	return context.Cause(a.Context) != error(errAttemptLimit)
+}
+
+// discard reads the answer to its end, within limits, so that its connection
+// can be used again, and keeps a prefix for the Error.
+func (o *operation) discard() {
+	a, resp := o.now, o.resp
+	o.resp = nil
+	if resp == nil {
+		return
+	}
+	if !a.whole {
+		stop := func() { _ = resp.Body.Close() }
+		if a.cancel != nil {
+			stop = func() { a.cancel(context.Canceled) }
+		}
+		timer := time.AfterFunc(drainTime, stop)
+		rest, _ := io.ReadAll(io.LimitReader(resp.Body, drainBytes+1))
+		timer.Stop()
+		a.text = append(a.text, rest...)
+		_ = resp.Body.Close()
+		a.release()
+	}
+	o.lost = lastAnswer{resp.StatusCode, resp.Header, a.text[:min(len(a.text), maxErrorBody)]}
+}
+
+// handOver makes the answer the caller's.
+func (o *operation) handOver(resp *http.Response) {
+	o.answerCtx = answerContext{o.ctx, o}
+	o.answerReq = *o.req.WithContext(&o.answerCtx)
+	resp.Request = &o.answerReq
+	a := o.now
+	if resp.StatusCode == http.StatusSwitchingProtocols {
+		return // the connection belongs to the caller, with the attempt's context
+	}
+	b := &o.answer
+	b.text = a.text
+	if !a.whole {
+		b.rest, b.a, b.holdsGate = resp.Body, a, o.inGate
+	}
+	resp.Body = b
+}
+
+// answerBody is the body of an answer: what was buffered, then the rest from
+// the connection. At its end it frees the attempt and hands the turn of the
+// key on.
+type answerBody struct {
+	text      []byte
+	rest      io.ReadCloser // nil: text is all
+	a         *attempt
+	holdsGate bool
+	closed    atomic.Bool
+	freed     atomic.Bool
+}
+
+func (b *answerBody) Read(p []byte) (int, error) {
+	if b.closed.Load() {
+		return 0, http.ErrBodyReadAfterClose
+	}
+	if len(b.text) > 0 {
+		n := copy(p, b.text)
+		b.text = b.text[n:]
+		return n, nil
+	}
+	if b.rest == nil {
+		return 0, io.EOF
+	}
+	n, err := b.rest.Read(p)
+	if err != nil {
+		b.free()
+	}
+	return n, err
+}
+
+func (b *answerBody) Close() error {
+	if b.closed.Swap(true) || b.rest == nil {
+		return nil
+	}
+	err := b.rest.Close()
+	b.free()
+	return err
+}
+
+func (b *answerBody) free() {
+	if b.freed.Swap(true) {
+		return
+	}
+	b.a.release()
+	if b.holdsGate {
+		b.a.o.t.gates.leave(b.a.o.gate)
+	}
+}

@@ -1,0 +1,423 @@
+package idem
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"errors"
+	"io"
+	"net/http"
+	"os"
+	"reflect"
+	"strings"
+	"sync"
+)
+
+// body is where the bytes of an operation come from. Each attempt reads them
+// through a reader of its own: the transport may still be reading the
+// previous one. The caller's Body is closed exactly once on every path.
+type body struct {
+	kind   bodyKind
+	length int64 // -1: not known
+	opened int   // attempts that asked for a reader
+	limit  int64 // Policy.MaxRequestBuffer
+
+	getBody func() (io.ReadCloser, error)
+	data    []byte      // buffered, or the part of a stream that was read already
+	at      io.ReaderAt // section: from off, length bytes
+	off     int64
+	file    *os.File // section of a file: whether it changed
+	info    os.FileInfo
+
+	own ownBody
+
+	mu       sync.Mutex // guards what follows
+	sections int        // section readers that are not closed yet
+	answered bool       // the last section reader closes the caller's body
+}
+
+type bodyKind int
+
+const (
+	noBody   bodyKind = iota
+	reopened          // GetBody opens it again
+	section           // independent section readers over a file or memory
+	buffered          // in memory
+	stream            // once
+)
+
+// ownBody is the caller's Body.
+type ownBody struct {
+	rc   io.ReadCloser
+	once sync.Once
+	err  error
+}
+
+func (b *ownBody) Close() error {
+	b.once.Do(func() {
+		if b.rc != nil {
+			b.err = b.rc.Close()
+		}
+	})
+	return b.err
+}
+
+// take looks at the caller's body and reads it into memory where that is
+// the only way to send it again. An error of the reader itself comes back as
+// it is.
+func (b *body) take(req *http.Request, limit int64) error {
+	b.limit = limit
+	b.own.rc = req.Body
+	b.length = req.ContentLength
+	if req.Body == nil || req.Body == http.NoBody {
+		b.kind, b.length = noBody, 0
+		return nil
+	}
+	if b.length == 0 { // with a Body, zero means not known
+		b.length = -1
+	}
+	if req.GetBody != nil {
+		b.kind, b.getBody = reopened, req.GetBody
+		return nil
+	}
+	if ok, err := b.takeSection(req.Body); ok || err != nil {
+		return err
+	}
+	return b.takeReader(req.Body)
+}
+
+// takeSection knows the concrete types that can be read at any offset by
+// several readers. Not by interface: a reader that embeds a file, to encrypt
+// it, would be bypassed.
+func (b *body) takeSection(rc io.ReadCloser) (bool, error) {
+	var rest int64
+	switch r := unwrapNopCloser(rc).(type) {
+	case *os.File:
+		info, err := r.Stat()
+		if err != nil || !info.Mode().IsRegular() {
+			return false, nil
+		}
+		off, err := r.Seek(0, io.SeekCurrent)
+		if err != nil {
+			return false, nil
+		}
+		b.at, b.file, b.info, b.off, rest = r, r, info, off, info.Size()-off
+	case *bytes.Reader:
+		b.at, b.off, rest = r, r.Size()-int64(r.Len()), int64(r.Len())
+	case *strings.Reader:
+		b.at, b.off, rest = r, r.Size()-int64(r.Len()), int64(r.Len())
+	case *io.SectionReader:
+		off, err := r.Seek(0, io.SeekCurrent)
+		if err != nil {
+			return false, nil
+		}
+		b.at, b.off, rest = r, off, r.Size()-off
+	default:
+		return false, nil
+	}
+	if b.length > rest {
+		return true, invalid("Request.Body", "has %d bytes; ContentLength says %d", max(rest, 0), b.length)
+	}
+	if b.length < 0 {
+		b.length = max(rest, 0)
+	}
+	b.kind = section
+	return true, nil
+}
+
+// takeReader buffers a reader that can be read only once, up to the limit.
+func (b *body) takeReader(r io.Reader) error {
+	if b.limit < 0 || b.length > b.limit {
+		b.kind = stream
+		return nil
+	}
+	most := b.limit
+	if b.length >= 0 {
+		most = b.length
+	}
+	data, err := io.ReadAll(io.LimitReader(r, most+1))
+	if err != nil {
+		return &bodyError{err}
+	}
+	b.data = data
+	switch n := int64(len(data)); {
+	case b.length >= 0 && n != b.length:
+		return invalid("Request.Body", "has %d bytes or more; ContentLength says %d", n, b.length)
+	case n > b.limit:
+		b.kind = stream
+		return nil
+	case n == 0:
+		b.kind = noBody
+	default:
+		b.kind = buffered
+	}
+	b.length = int64(len(data))
+	return nil
+}
+
+// open returns the reader for the next attempt; nil: there is no body.
+func (b *body) open(a *attemptBody) (io.ReadCloser, error) {
+	first := b.opened == 0
+	b.opened++
+	switch {
+	case b.kind == noBody:
+		return nil, nil
+	case b.kind == reopened && first && inMemory(b.own.rc):
+		return b.own.rc, nil // no wrapper on the hot path: net/http knows these types
+	case b.kind == reopened && first:
+		return a.reading(b.own.rc, &b.own, b.length), nil
+	case b.kind == stream && first:
+		return a.reading(b.streamed(), &b.own, b.length), nil
+	case b.kind == stream:
+		return nil, ErrBodyNotReplayable
+	}
+	if !first {
+		if err := b.unchanged(); err != nil {
+			return nil, err
+		}
+	}
+	rc, err := b.again()
+	if err != nil || b.kind == buffered {
+		return rc, err
+	}
+	return a.reading(rc, rc, b.length), nil
+}
+
+// again opens a body that can be read more than once.
+func (b *body) again() (io.ReadCloser, error) {
+	switch b.kind {
+	case reopened:
+		rc, err := b.getBody()
+		if err != nil {
+			return nil, &bodyError{err}
+		}
+		return rc, nil
+	case section:
+		return readCloser{io.NewSectionReader(b.at, b.off, b.length), b.hold()}, nil
+	}
+	return io.NopCloser(bytes.NewReader(b.data)), nil
+}
+
+type readCloser struct {
+	io.Reader
+	io.Closer
+}
+
+// streamed is a body that can be read only once: what was read of it
+// already, and the rest.
+func (b *body) streamed() io.Reader {
+	if len(b.data) == 0 {
+		return b.own.rc
+	}
+	return io.MultiReader(bytes.NewReader(b.data), b.own.rc)
+}
+
+// equals reports whether rc has the content of b, and closes rc.
+func (b *body) equals(rc io.ReadCloser) (bool, error) {
+	if rc == nil {
+		return b.length == 0, nil
+	}
+	defer func() { _ = rc.Close() }()
+	mine, err := b.again()
+	if err != nil {
+		return false, err
+	}
+	defer func() { _ = mine.Close() }()
+	want, got := sha256.New(), sha256.New()
+	if _, err := io.Copy(want, mine); err != nil {
+		return false, err
+	}
+	if _, err := io.Copy(got, rc); err != nil {
+		return false, err
+	}
+	return bytes.Equal(want.Sum(nil), got.Sum(nil)), nil
+}
+
+// replayable reports whether there can be another attempt.
+func (b *body) replayable() bool { return b.kind != stream || b.opened == 0 }
+
+// unchanged compares a file with what it was at the first attempt.
+func (b *body) unchanged() error {
+	if b.file == nil {
+		return nil
+	}
+	info, err := b.file.Stat()
+	if err != nil {
+		return &bodyError{err}
+	}
+	if info.Size() != b.info.Size() || !info.ModTime().Equal(b.info.ModTime()) {
+		return ErrBodyChanged
+	}
+	return nil
+}
+
+// heldSection keeps the caller's body open for one section reader; the last
+// one may close it.
+type heldSection struct {
+	b    *body
+	once sync.Once
+	err  error
+}
+
+func (b *body) hold() io.Closer {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.sections++
+	return &heldSection{b: b}
+}
+
+func (h *heldSection) Close() error {
+	h.once.Do(func() {
+		h.b.mu.Lock()
+		h.b.sections--
+		last := h.b.answered && h.b.sections == 0
+		h.b.mu.Unlock()
+		if last {
+			h.err = h.b.own.Close()
+		}
+	})
+	return h.err
+}
+
+// finish closes the caller's body, unless an attempt that was answered may
+// still read it: then that attempt's Close does, as RoundTripper demands of
+// the base.
+func (b *body) finish(answered bool) {
+	switch {
+	case !answered:
+	case b.kind == section:
+		b.mu.Lock()
+		b.answered = true
+		reading := b.sections > 0
+		b.mu.Unlock()
+		if reading {
+			return
+		}
+	case b.opened == 1 && (b.kind == reopened || b.kind == stream):
+		return
+	}
+	_ = b.own.Close()
+}
+
+// digest hashes the body for the fingerprint; beyond the buffer limit only
+// the length counts.
+func (b *body) digest() (sum [sha256.Size]byte, length int64, whole bool, err error) {
+	limit := b.limit
+	if limit < 0 {
+		limit = defaultBuffer
+	}
+	if b.length > limit {
+		return sum, b.length, false, nil
+	}
+	switch b.kind {
+	case noBody:
+		return sha256.Sum256(nil), 0, true, nil
+	case buffered:
+		return sha256.Sum256(b.data), b.length, true, nil
+	case stream:
+		return sum, b.length, false, nil
+	}
+	r, err := b.again()
+	if err != nil {
+		return sum, 0, false, err
+	}
+	defer func() { _ = r.Close() }()
+	h := sha256.New()
+	n, err := io.Copy(h, io.LimitReader(r, limit+1))
+	switch {
+	case err != nil:
+		return sum, 0, false, &bodyError{err}
+	case n > limit:
+		return sum, b.length, false, nil
+	case b.length >= 0 && n != b.length:
+		return sum, 0, false, invalid("Request.Body", "has %d bytes; ContentLength says %d", n, b.length)
+	}
+	h.Sum(sum[:0])
+	return sum, n, true, nil
+}
+
+// bodyError is an error of the caller's own reader: no network fault.
+type bodyError struct{ error }
+
+func (e *bodyError) Unwrap() error { return e.error }
+
+// attemptBody is one attempt's view of the body. It notes the reader's own
+// error and a length that does not fit, and closes once.
+type attemptBody struct {
+	r      io.Reader
+	c      io.Closer
+	length int64
+
+	mu     sync.Mutex // guards what follows
+	read   int64
+	err    error // of the reader itself
+	closed bool
+}
+
+func (a *attemptBody) reading(r io.Reader, c io.Closer, length int64) io.ReadCloser {
+	a.r, a.c, a.length = r, c, length
+	return a
+}
+
+func (a *attemptBody) Read(p []byte) (int, error) {
+	n, err := a.r.Read(p)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.closed {
+		return 0, errors.New("idem: read of a request body after Close")
+	}
+	a.read += int64(n)
+	switch {
+	case a.length >= 0 && a.read > a.length,
+		err == io.EOF && a.length >= 0 && a.read != a.length:
+		a.err = ErrBodyChanged
+		return 0, a.err
+	case err != nil && err != io.EOF:
+		a.err = &bodyError{err}
+		return n, err
+	}
+	return n, err
+}
+
+func (a *attemptBody) Close() error {
+	a.mu.Lock()
+	again := a.closed
+	a.closed = true
+	a.mu.Unlock()
+	if again {
+		return nil
+	}
+	return a.c.Close()
+}
+
+// failure is the reader's own error, if any.
+func (a *attemptBody) failure() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.err
+}
+
+var (
+	nopCloserType         = reflect.TypeOf(io.NopCloser(nil))
+	nopCloserWriterToType = reflect.TypeOf(io.NopCloser(struct {
+		io.Reader
+		io.WriterTo
+	}{}))
+)
+
+// unwrapNopCloser sees through io.NopCloser, as net/http does.
+func unwrapNopCloser(rc io.ReadCloser) any {
+	if t := reflect.TypeOf(rc); t == nopCloserType || t == nopCloserWriterToType {
+		return reflect.ValueOf(rc).Field(0).Interface()
+	}
+	return rc
+}
+
+// inMemory reports whether rc is what http.NewRequest makes of the readers in
+// memory: no error, nothing to close.
+func inMemory(rc io.ReadCloser) bool {
+	switch unwrapNopCloser(rc).(type) {
+	case *bytes.Reader, *bytes.Buffer, *strings.Reader:
+		return true
+	}
+	return false
+}

@@ -1,0 +1,107 @@
+package idem
+
+import (
+	"errors"
+	"net/http"
+)
+
+// Client is an http.Client over a Transport that turns the Reason of an
+// operation into an [*Error]. It is safe for concurrent use.
+type Client struct {
+	http http.Client
+}
+
+// NewClient returns a Client over t; nil means a zero Transport.
+func NewClient(t *Transport) *Client {
+	if t == nil {
+		t = &Transport{}
+	}
+	return &Client{http: http.Client{Transport: t}}
+}
+
+// StandardClient returns an http.Client over the same Transport, for code
+// that takes one, such as vendor SDKs. Leave its Timeout zero:
+// Policy.MaxElapsed bounds the operation at half the cost, and Timeout
+// flattens typed errors to text.
+func (c *Client) StandardClient() *http.Client {
+	return &http.Client{Transport: c.http.Transport}
+}
+
+// Do sends req and follows redirects as http.Client does. It returns an
+// [*Error] where the operation ended for a Reason (also where there is an
+// answer: the Error has its status, header and body) or without an answer.
+// Every other answer, a plain 4xx included, is a response, and its body must
+// be closed. [ReportOf] has the report of a response.
+//
+// A body that could not follow a 307 or 308 is made to, within
+// Policy.MaxRequestBuffer.
+func (c *Client) Do(req *http.Request) (*http.Response, error) {
+	t := c.http.Transport.(*Transport)
+	t.resolve()
+	if req == nil || req.URL == nil {
+		return t.refuse(req)
+	}
+	req, finish, err := withGetBody(req, t)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := c.http.Do(req)
+	finish(err == nil)
+	if err != nil {
+		var e *Error
+		if errors.As(err, &e) {
+			return nil, e
+		}
+		e = &Error{Last: err, secrets: secretsOf(req)}
+		if r := ReportOf(resp); r != nil { // http.Client followed too many redirects
+			e.Report, e.StatusCode, e.Header = *r, resp.StatusCode, resp.Header
+		}
+		return nil, e
+	}
+	if r := ReportOf(resp); r != nil && r.Reason != nil {
+		e := errorOf(resp, r)
+		e.secrets = secretsOf(req)
+		return nil, e
+	}
+	return resp, nil
+}
+
+// refuse ends a request that http.Client would not hand on.
+func (t *Transport) refuse(req *http.Request) (*http.Response, error) {
+	if req == nil {
+		return nil, &Error{Report: Report{Outcome: NotExecuted, Reason: invalid("Request", "is nil")}}
+	}
+	return t.RoundTrip(req)
+}
+
+// withGetBody gives a request whose body can be read only once a GetBody, as
+// far as the policy allows, because http.Client needs one for a 307 or 308.
+// finish closes the caller's body when its readers are done.
+func withGetBody(req *http.Request, t *Transport) (r *http.Request, finish func(answered bool), err error) {
+	finish = func(bool) {}
+	if req.Body == nil || req.Body == http.NoBody || req.GetBody != nil || t.invalid != nil {
+		return req, finish, nil
+	}
+	b := new(body)
+	if err := b.take(req, t.policy.MaxRequestBuffer); err != nil {
+		o := &operation{t: t, req: req, ctx: req.Context()}
+		o.body.own.rc = req.Body
+		o.minted = !o.named()
+		_, err = o.end(nil, err)
+		return nil, nil, err
+	}
+	copied := *req
+	copied.ContentLength = b.length
+	switch b.kind {
+	case noBody:
+		_ = b.own.Close()
+		copied.Body = http.NoBody
+	case stream:
+		copied.Body = readCloser{b.streamed(), &b.own}
+	case buffered, section:
+		copied.GetBody = b.again
+		copied.Body, _ = b.again() // neither kind can fail here
+		finish = b.finish
+	}
+	return &copied, finish, nil
+}

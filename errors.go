@@ -1,0 +1,325 @@
+package idem
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"syscall"
+)
+
+// The reasons for which an operation ends without the answer it wanted. Test
+// for them with [errors.Is], on an [*Error] or on [Report].Reason.
+var (
+	// Before anything is sent.
+
+	// ErrInvalid: a field of the Transport, the Policy, the Dialect, the
+	// Operation or the request cannot work. The text names the field and the
+	// limit.
+	ErrInvalid = errors.New("idem: invalid")
+	// ErrKeyInvalid: the key cannot be sent to this provider: empty, blank,
+	// doubled, too long, or with characters that a header cannot carry.
+	ErrKeyInvalid = errors.New("idem: invalid key")
+	// ErrScopeChanged: Transport.Scope named another account than at the
+	// start of the operation, so the key would not be recognised there.
+	ErrScopeChanged = errors.New("idem: scope changed within the operation")
+	// ErrRedirectRefused: the server redirected a write to another origin.
+	// Transport.AllowRedirect may permit it.
+	ErrRedirectRefused = errors.New("idem: redirect of a write to another origin refused")
+	// ErrKeyExpired: the key window has passed, so the server may have
+	// forgotten the key and would do the work again.
+	ErrKeyExpired = errors.New("idem: key window has passed")
+
+	// From the answer of the server, or known before asking it.
+
+	// ErrKeyReused: the key belongs to another request. Either the same key
+	// was met here with another method, URL, scope or body (nothing was
+	// sent), or the server said so.
+	ErrKeyReused = errors.New("idem: key reused for another request")
+	// ErrInProgress: the server still works on the first request with this
+	// key, and the waits that the policy allows are over.
+	ErrInProgress = errors.New("idem: operation still in progress at the server")
+	// ErrAlreadyDone: the server did the work under this key earlier and
+	// does not replay the answer. Report.Reference has the resource's id
+	// where the dialect knows its place.
+	ErrAlreadyDone = errors.New("idem: operation already done")
+
+	// The retries ended.
+
+	// ErrAttemptsExhausted: Policy.MaxAttempts attempts were made, or
+	// Policy.Backoff said stop.
+	ErrAttemptsExhausted = errors.New("idem: attempts exhausted")
+	// ErrTimeExhausted: the next wait would pass Policy.MaxElapsed.
+	ErrTimeExhausted = errors.New("idem: time exhausted")
+	// ErrBudgetExhausted: the origin fails so often that Policy.Budget
+	// allows no further retry.
+	ErrBudgetExhausted = errors.New("idem: retry budget exhausted")
+	// ErrRetryAfterTooLong: the server asked for a wait above
+	// Policy.MaxRetryAfter, or a wait does not fit the caller's deadline
+	// (then the error also matches [context.DeadlineExceeded]).
+	ErrRetryAfterTooLong = errors.New("idem: wait before the next attempt too long")
+	// ErrBodyNotReplayable: the body can be read only once and is longer
+	// than Policy.MaxRequestBuffer, so there is no second attempt.
+	ErrBodyNotReplayable = errors.New("idem: body cannot be sent again")
+	// ErrBodyChanged: the body of a later attempt differs from the first
+	// one, for example because the file was written to meanwhile.
+	ErrBodyChanged = errors.New("idem: body changed between attempts")
+)
+
+// maxErrorBody is how much of the last answer an Error keeps.
+const maxErrorBody = 64 << 10
+
+// Error says why an operation ended, what the last attempt showed, and, in
+// the embedded Report, what is known of the effect. [errors.Is] and
+// [errors.As] reach Reason and Last. It is found behind the *url.Error of
+// http.Client, unless http.Client.Timeout is set: that flattens errors to
+// text, so leave it zero.
+type Error struct {
+	Report
+	// Last is the error of the last attempt; nil if it had an answer.
+	Last error
+	// StatusCode of the last attempt's answer; 0: there was none.
+	StatusCode int
+	// Header of the last attempt's answer; nil: there was none.
+	Header http.Header
+	// Body is what was read of the last attempt's answer, at most 64 KiB.
+	Body []byte
+
+	ended   error    // the caller's ctx.Err(), or DeadlineExceeded for a wait that did not fit
+	secrets []string // what must not show in the text of Last
+}
+
+// Error says what happened, what is known of the effect, and what to do
+// next. It holds no body, credential, user info or query value.
+func (e *Error) Error() string {
+	var b strings.Builder
+	b.WriteString("idem: ")
+	b.WriteString(e.happened())
+	if e.StatusCode != 0 {
+		fmt.Fprintf(&b, "; last answer %d %s", e.StatusCode, http.StatusText(e.StatusCode))
+	}
+	if e.Last != nil && e.Reason != nil {
+		b.WriteString("; last error: " + e.lastText())
+	}
+	if n := len(e.Attempts); n > 0 {
+		fmt.Fprintf(&b, "; attempts: %d", e.Attempts[n-1].N)
+	}
+	b.WriteString("; effect: " + e.Outcome.String())
+	if e.Key != "" {
+		b.WriteString("; key " + strconv.Quote(e.Key))
+	}
+	if next := e.next(); next != "" {
+		b.WriteString("; " + next)
+	}
+	return b.String()
+}
+
+func (e *Error) happened() string {
+	switch {
+	case e.Reason != nil:
+		return strings.TrimPrefix(redact(textOf(e.Reason), e.secrets), "idem: ")
+	case e.Last != nil:
+		return e.lastText()
+	default:
+		return "operation ended"
+	}
+}
+
+func (e *Error) lastText() string { return redact(textOf(e.Last), e.secrets) }
+
+// next is the advice that ends the text.
+func (e *Error) next() string {
+	switch {
+	case errors.Is(e.Reason, ErrInvalid), errors.Is(e.Reason, ErrKeyInvalid):
+		return "correct it and call again; nothing was sent by this attempt"
+	case errors.Is(e.Reason, ErrKeyReused):
+		return "do not choose a new key before you know what the first request did"
+	case errors.Is(e.Reason, ErrKeyExpired):
+		return "do not send it again: look it up at the provider"
+	case errors.Is(e.Reason, ErrAlreadyDone):
+		return "read the resource at the provider"
+	}
+	switch e.Outcome {
+	case Unknown:
+		if e.Key == "" {
+			return "look it up at the provider before repeating it"
+		}
+		return "call again with the same operation or key, or look it up at the provider"
+	case NotExecuted:
+		return "it is safe to call again"
+	}
+	return ""
+}
+
+// Unwrap gives Reason, Last, and for a caller's context that ended its Err.
+func (e *Error) Unwrap() []error {
+	var all []error
+	for _, err := range [...]error{e.Reason, e.Last, e.ended} {
+		if err != nil {
+			all = append(all, err)
+		}
+	}
+	return all
+}
+
+// Timeout reports whether a time limit ended the operation: the caller's
+// deadline, Policy.MaxElapsed, or the limit of the last attempt.
+func (e *Error) Timeout() bool {
+	if errors.Is(e.ended, context.DeadlineExceeded) || errors.Is(e.Reason, ErrTimeExhausted) {
+		return true
+	}
+	var t interface{ Timeout() bool }
+	return errors.As(e.Last, &t) && t.Timeout()
+}
+
+// LogValue implements [slog.LogValuer] without secrets.
+func (e *Error) LogValue() slog.Value {
+	attrs := e.Report.attrs()
+	if e.Last != nil {
+		attrs = append(attrs, slog.String("last", e.lastText()))
+	}
+	return slog.GroupValue(attrs...)
+}
+
+// errorOf makes an Error of an answer that ended an operation for a Reason;
+// it reads a prefix of the body and closes it.
+func errorOf(resp *http.Response, report *Report) *Error {
+	e := &Error{Report: *report, StatusCode: resp.StatusCode, Header: resp.Header}
+	e.Body, _ = io.ReadAll(io.LimitReader(resp.Body, maxErrorBody))
+	_ = resp.Body.Close()
+	if o := operationOf(resp); o != nil {
+		e.ended = o.ended
+	}
+	return e
+}
+
+// attemptLimitError is the error of an attempt that Policy.AttemptTimeout
+// ended. It matches context.DeadlineExceeded, as net/http's own timeouts do.
+type attemptLimitError struct{ last error }
+
+var errAttemptLimit = &attemptLimitError{}
+
+func (e *attemptLimitError) Error() string {
+	return "idem: no answer within Policy.AttemptTimeout"
+}
+func (e *attemptLimitError) Timeout() bool { return true }
+func (e *attemptLimitError) Unwrap() error { return e.last }
+func (e *attemptLimitError) Is(target error) bool {
+	return target == context.DeadlineExceeded || target == error(errAttemptLimit)
+}
+
+// invalid names the field and the limit.
+func invalid(field, format string, args ...any) error {
+	return fmt.Errorf("%w: %s %s", ErrInvalid, field, fmt.Sprintf(format, args...))
+}
+
+// keyInvalid names where the key came from and the limit.
+func keyInvalid(from, format string, args ...any) error {
+	return fmt.Errorf("%w: %s %s", ErrKeyInvalid, from, fmt.Sprintf(format, args...))
+}
+
+// textOf is the error's text without the URL that a *url.Error prints.
+func textOf(err error) string {
+	if u, ok := err.(*url.Error); ok && u.Err != nil {
+		return u.Op + ": " + textOf(u.Err)
+	}
+	return err.Error()
+}
+
+// redact takes out of text what the request must keep to itself: errors of a
+// base transport are free to quote the request or an echo of it.
+func redact(text string, secrets []string) string {
+	for _, s := range secrets {
+		text = strings.ReplaceAll(text, s, "[redacted]")
+	}
+	return text
+}
+
+// secretsOf lists the credentials that req carries.
+func secretsOf(req *http.Request) []string {
+	if req == nil {
+		return nil
+	}
+	var all []string
+	add := func(s string) {
+		if len(s) >= 3 { // shorter ones would only garble the text
+			all = append(all, s)
+		}
+	}
+	if req.URL != nil {
+		if p, ok := req.URL.User.Password(); ok {
+			add(p)
+			add(url.QueryEscape(p))
+		}
+		add(req.URL.User.Username())
+		add(req.URL.RawQuery)
+		for _, values := range req.URL.Query() {
+			for _, v := range values {
+				add(v)
+				add(url.QueryEscape(v))
+			}
+		}
+	}
+	for name, values := range req.Header {
+		switch http.CanonicalHeaderKey(name) {
+		case "Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key":
+			for _, v := range values {
+				add(v)
+				for _, part := range strings.Fields(v) {
+					add(part)
+				}
+			}
+		}
+	}
+	return all
+}
+
+func redirectRefused(from, to *url.URL) error {
+	return fmt.Errorf("%w: from %s to %s; Transport.AllowRedirect may permit it", ErrRedirectRefused, shownURL(from), shownURL(to))
+}
+
+func scopeChanged(from, to string) error {
+	return fmt.Errorf("%w: from %q to %q", ErrScopeChanged, from, to)
+}
+
+// kindOf names an error without its text, which is free to quote anything.
+func kindOf(err error) string {
+	var (
+		dns  *net.DNSError
+		cert *tls.CertificateVerificationError
+		op   *net.OpError
+		bad  *bodyError
+	)
+	switch {
+	case errors.Is(err, errAttemptLimit):
+		return "attempt timeout"
+	case errors.As(err, &bad):
+		return "request body"
+	case errors.Is(err, context.Canceled):
+		return "canceled"
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		return "answer cut"
+	case errors.Is(err, io.EOF):
+		return "connection closed"
+	case errors.Is(err, syscall.ECONNRESET):
+		return "connection reset"
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return "connection refused"
+	case errors.As(err, &dns):
+		return "name lookup"
+	case errors.As(err, &cert):
+		return "certificate"
+	case timeout(err):
+		return "timeout"
+	case errors.As(err, &op):
+		return "network: " + op.Op
+	}
+	return "transport"
+}

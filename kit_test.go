@@ -1,0 +1,227 @@
+package idem_test
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/idem-go/idem"
+	"github.com/idem-go/idem/fakeserver"
+)
+
+// TestMain fails the run if goroutines are left behind.
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if code == 0 {
+		if left := leftovers(); left != "" {
+			fmt.Fprintf(os.Stderr, "goroutines left behind:\n%s\n", left)
+			code = 1
+		}
+	}
+	os.Exit(code)
+}
+
+// leftovers waits up to 5 s for all goroutines but the caller's to end.
+func leftovers() string {
+	(&idem.Transport{}).CloseIdleConnections()
+	http.DefaultTransport.(*http.Transport).CloseIdleConnections()
+	var left []string
+	for range 100 {
+		buf := make([]byte, 1<<20)
+		buf = buf[:runtime.Stack(buf, true)]
+		left = left[:0]
+		for i, g := range strings.Split(string(buf), "\n\n") {
+			// os/signal's loop never ends once started (by go test itself).
+			if i > 0 && !strings.Contains(g, "os/signal.loop") && !strings.Contains(g, "testing.(*F)") {
+				left = append(left, g)
+			}
+		}
+		if len(left) == 0 {
+			return ""
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	return strings.Join(left, "\n\n")
+}
+
+// casePolicy is the policy of the cases: 4 attempts, 10 ms base, 80 ms cap, a
+// budget of its own that is off.
+func casePolicy() idem.Policy {
+	return idem.Policy{
+		MaxAttempts:  4,
+		BackoffBase:  10 * time.Millisecond,
+		BackoffCap:   80 * time.Millisecond,
+		ThrottleBase: 10 * time.Millisecond,
+		Budget:       &idem.Budget{Capacity: -1},
+	}
+}
+
+// virtual runs f in a bubble with virtual time.
+func virtual(t *testing.T, f func(t *testing.T)) {
+	t.Helper()
+	synctest.Test(t, f)
+}
+
+// inMemory starts a fake server for virtual time; it ends with the test.
+func inMemory(t *testing.T) *fakeserver.Server {
+	t.Helper()
+	s := fakeserver.NewInMemory()
+	t.Cleanup(s.Close)
+	return s
+}
+
+// onLoopback starts a fake server on a real socket; it ends with the test.
+func onLoopback(t *testing.T) *fakeserver.Server {
+	t.Helper()
+	s := fakeserver.New()
+	t.Cleanup(s.Close)
+	return s
+}
+
+// over is a Transport for s with the policy of the cases, changed by edit.
+func over(s *fakeserver.Server, edit ...func(*idem.Transport)) *idem.Transport {
+	t := &idem.Transport{Base: s.Transport(), Policy: casePolicy()}
+	for _, e := range edit {
+		e(t)
+	}
+	return t
+}
+
+// paymentJSON is the body of a payment.
+func paymentJSON(reference string, amount int) string {
+	return fmt.Sprintf(`{"amount":%d,"currency":"usd","reference":%q}`, amount, reference)
+}
+
+// newPost is a POST of JSON with a rewindable body.
+func newPost(t testing.TB, ctx context.Context, url, body string) *http.Request {
+	t.Helper()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url, strings.NewReader(body))
+	require.NoError(t, err)
+	req.Header.Set("Content-Type", "application/json")
+	return req
+}
+
+// newPayment is a POST of a payment of 1999 to s.
+func newPayment(t testing.TB, ctx context.Context, s *fakeserver.Server, reference string) *http.Request {
+	t.Helper()
+	return newPost(t, ctx, s.URL()+"/v1/payments", paymentJSON(reference, 1999))
+}
+
+// readAll reads and closes the body of an answer.
+func readAll(t testing.TB, resp *http.Response) string {
+	t.Helper()
+	defer func() { _ = resp.Body.Close() }()
+	b, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return string(b)
+}
+
+// keysSent is the distinct keys among the sends, in order of appearance.
+func keysSent(sends []fakeserver.Send) []string {
+	var keys []string
+	seen := map[string]bool{}
+	for _, s := range sends {
+		if !seen[s.Key] {
+			seen[s.Key] = true
+			keys = append(keys, s.Key)
+		}
+	}
+	return keys
+}
+
+// roundTripFunc is a base in one function.
+type roundTripFunc func(*http.Request) (*http.Response, error)
+
+func (f roundTripFunc) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+// answer is what a stub base returns.
+func answer(req *http.Request, status int, header http.Header, body string) *http.Response {
+	if header == nil {
+		header = http.Header{}
+	}
+	return &http.Response{
+		StatusCode: status, Status: fmt.Sprintf("%d %s", status, http.StatusText(status)),
+		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
+		Header: header, Body: io.NopCloser(strings.NewReader(body)), ContentLength: int64(len(body)), Request: req,
+	}
+}
+
+// closeCounter is a body that counts its Closes and fails a Read after one.
+type closeCounter struct {
+	io.Reader
+	closes atomic.Int32
+}
+
+func (c *closeCounter) Read(p []byte) (int, error) {
+	if c.closes.Load() > 0 {
+		return 0, fmt.Errorf("read after close")
+	}
+	return c.Reader.Read(p)
+}
+
+func (c *closeCounter) Close() error {
+	c.closes.Add(1)
+	return nil
+}
+
+// rawServer listens on loopback and hands each connection, counted from 1, to
+// serve, which may read and write what it likes; the connection is closed when
+// serve returns. It ends with the test.
+func rawServer(t *testing.T, serve func(n int, c net.Conn, r *bufio.Reader)) (url string) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	var wg sync.WaitGroup
+	var mu sync.Mutex // guards conns
+	var conns []net.Conn
+	wg.Add(1)
+	go func() {
+		defer wg.Done()
+		for n := 1; ; n++ {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			mu.Lock()
+			conns = append(conns, c)
+			mu.Unlock()
+			wg.Add(1)
+			go func() {
+				defer wg.Done()
+				defer func() { _ = c.Close() }()
+				serve(n, c, bufio.NewReader(c))
+			}()
+		}
+	}()
+	t.Cleanup(func() {
+		_ = l.Close()
+		mu.Lock()
+		for _, c := range conns {
+			_ = c.Close()
+		}
+		mu.Unlock()
+		wg.Wait()
+	})
+	return "http://" + l.Addr().String()
+}
+
+// newBase is a real transport whose connections end with the test.
+func newBase(t *testing.T) *http.Transport {
+	t.Helper()
+	b := &http.Transport{}
+	t.Cleanup(b.CloseIdleConnections)
+	return b
+}

@@ -1,0 +1,271 @@
+package idem
+
+import (
+	"context"
+	"net/http"
+	"time"
+
+	"github.com/cenkalti/backoff/v4"
+)
+
+// run is the loop: attempt, rule, wait, again with the same key.
+func (o *operation) run() (*http.Response, error) {
+	for {
+		if err := o.mayStart(); err != nil {
+			return o.end(nil, err)
+		}
+		r, err := o.attempt()
+		if err != nil { // nothing was sent
+			return o.end(nil, err)
+		}
+		v := rule(&r, o.circumstances())
+		o.note(&r, v)
+		if r.err != nil && o.ctx.Err() != nil {
+			return o.end(nil, o.cancelled())
+		}
+		if v.verdict == Stop {
+			return o.end(o.resp, v.reason)
+		}
+		wait, from, reason := o.plan(&r, v)
+		if from == "" {
+			return o.end(o.resp, reason)
+		}
+		o.discard()
+		o.noteWait(wait, from)
+		if err := o.sleep(wait); err != nil {
+			return o.end(nil, err)
+		}
+	}
+}
+
+// mayStart checks the limits of time before a send.
+func (o *operation) mayStart() error {
+	p := &o.t.policy
+	now := time.Now()
+	switch {
+	case o.ctx.Err() != nil:
+		return o.cancelled()
+	case o.expired(now):
+		return ErrKeyExpired
+	case p.MaxElapsed > 0 && now.Sub(o.started) > p.MaxElapsed:
+		return ErrTimeExhausted
+	}
+	return nil
+}
+
+// expired reports whether a send at t would be too late for the server's
+// memory of the key.
+func (o *operation) expired(t time.Time) bool {
+	p := &o.t.policy
+	return o.keyed && p.KeyWindow > 0 && !o.firstSend.IsZero() &&
+		t.Sub(o.firstSend) > p.KeyWindow-p.AttemptTimeout
+}
+
+// plan decides whether there is another attempt, and when: the wait and where
+// it comes from, or "" and the reason why not.
+func (o *operation) plan(r *result, v ruling) (wait time.Duration, from string, reason error) {
+	p := &o.t.policy
+	why := func(err error) error {
+		if v.inProgress {
+			return ErrInProgress
+		}
+		return err
+	}
+	switch {
+	case !o.body.replayable():
+		return 0, "", why(ErrBodyNotReplayable)
+	case v.inProgress && o.waits >= p.MaxInProgress:
+		return 0, "", ErrInProgress
+	case v.again == afterPrepare || v.again == withoutExpect:
+		if o.counted >= p.MaxAttempts {
+			return 0, "", nil // the answer is final as it is
+		}
+		o.change(v.again)
+		return 0, waitAtOnce, nil
+	case !v.inProgress && o.counted >= p.MaxAttempts:
+		return 0, "", ErrAttemptsExhausted
+	case v.again == onNewConnection && !o.chance.reconnected:
+		o.change(v.again)
+		wait, from = 0, waitAtOnce
+	default:
+		sample := o.waitGen.next(p)
+		if sample == backoff.Stop {
+			return 0, "", why(ErrAttemptsExhausted)
+		}
+		wait, from = waitAfter(r, v, p, sample, spread())
+	}
+	now := time.Now()
+	if r.asked && r.retryAfter > p.MaxRetryAfter {
+		return 0, "", why(ErrRetryAfterTooLong)
+	}
+	if deadline, ok := o.ctx.Deadline(); ok && wait > 0 && wait >= deadline.Sub(now) {
+		o.ended = context.DeadlineExceeded
+		return 0, "", why(ErrRetryAfterTooLong)
+	}
+	if p.MaxElapsed > 0 && saturatingAdd(now.Sub(o.started), wait) > p.MaxElapsed {
+		return 0, "", why(ErrTimeExhausted)
+	}
+	if o.expired(now.Add(min(wait, p.KeyWindow))) {
+		return 0, "", ErrKeyExpired
+	}
+	switch {
+	case v.inProgress:
+		o.waits++
+	case from != waitAtOnce:
+		took, ok := p.Budget.take(o.target, now)
+		if !ok {
+			return 0, "", ErrBudgetExhausted
+		}
+		o.took += took
+		o.lastTook = took
+	}
+	o.uncounted = v.inProgress
+	o.offPool = r.leaveThePool
+	return wait, from, nil
+}
+
+// change notes what the next attempt does differently; each chance comes once.
+func (o *operation) change(a again) {
+	switch a {
+	case afterPrepare:
+		o.chance.prepared = true
+	case withoutExpect:
+		o.chance.expectDropped = true
+	case onNewConnection:
+		o.chance.reconnected = true
+	}
+}
+
+// circumstances of the attempt that has just ended.
+func (o *operation) circumstances() circumstances {
+	return circumstances{
+		keyed:      o.keyed,
+		repeatable: o.repeatable,
+		sentBefore: o.keyed && (!o.minted || len(o.report.Attempts) > 0),
+		canPrepare: o.t.Prepare != nil && !o.chance.prepared && o.target == o.home,
+		canExpect:  !o.chance.expectDropped && o.req.Header.Get("Expect") != "",
+	}
+}
+
+// sleep waits for d, or until the caller's context ends; then the retry did
+// not happen and gives back what it took.
+func (o *operation) sleep(d time.Duration) error {
+	if d <= 0 {
+		o.lastTook = 0
+		return nil
+	}
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		o.lastTook = 0
+		return nil
+	case <-o.ctx.Done():
+		return o.cancelled()
+	}
+}
+
+// cancelled is the cause with which the caller's context ended.
+func (o *operation) cancelled() error {
+	o.ended = o.ctx.Err()
+	return context.Cause(o.ctx)
+}
+
+// generator makes the waits of one operation; it is made at the first wait.
+type generator struct{ b backoff.BackOff }
+
+func (g *generator) next(p *Policy) time.Duration {
+	if g.b == nil {
+		if g.b = p.Backoff(); g.b == nil {
+			g.b = fullJitter(p.BackoffBase, p.BackoffCap)
+		}
+	}
+	return g.b.NextBackOff()
+}
+
+// note writes the attempt into the report.
+func (o *operation) note(r *result, v ruling) {
+	a := o.now
+	if !o.uncounted {
+		o.counted++
+	}
+	o.uncounted = false
+	e := v.evidence
+	if o.afterWrite {
+		e = elsewhere
+	}
+	entry := Attempt{
+		N:        max(o.counted, 1),
+		Start:    a.start,
+		Took:     time.Since(a.start),
+		Status:   r.status,
+		Err:      r.err,
+		Outcome:  e.outcome(),
+		Reused:   a.reused.Load(),
+		evidence: e,
+	}
+	if a.header != nil && o.t.dialect.RequestID != "" {
+		entry.RequestID = a.header.Get(o.t.dialect.RequestID)
+	}
+	o.report.Attempts = append(o.report.Attempts, entry)
+	o.report.Sends += a.sends(r)
+	o.report.Replayed = r.marks&markReplay != 0
+	if a.reference != "" && e == done {
+		o.report.Reference = a.reference
+	}
+	o.lastErr, o.failed = r.err, v.failure
+	if h := o.t.Hooks.AttemptDone; h != nil {
+		h(a.hookCtx, &o.report, entry)
+	}
+}
+
+func (o *operation) noteWait(wait time.Duration, from string) {
+	last := &o.report.Attempts[len(o.report.Attempts)-1]
+	last.Wait, last.WaitFrom = wait, from
+	if h := o.t.Hooks.Waiting; h != nil {
+		h(o.ctx, &o.report, *last)
+	}
+}
+
+// end completes the report and hands the answer on, or an Error where there
+// is none.
+func (o *operation) end(resp *http.Response, reason error) (*http.Response, error) {
+	r := &o.report
+	r.Reason = reason
+	r.EarlierUnknown = earlierUnknown(r.Attempts)
+	if !o.afterWrite {
+		r.Outcome = fold(r.Attempts, o.minted)
+	}
+	o.settle(resp != nil)
+	o.body.finish(resp != nil)
+	if resp != nil {
+		o.handOver(resp)
+	}
+	if target, _ := o.ctx.Value(reportTarget{}).(*Report); target != nil {
+		*target = *r
+	}
+	if h := o.t.Hooks.Done; h != nil {
+		h(o.ctx, r)
+	}
+	if resp != nil {
+		return resp, nil
+	}
+	return nil, &Error{
+		Report: *r, Last: o.lastErr, ended: o.ended, secrets: secretsOf(o.req),
+		StatusCode: o.lost.status, Header: o.lost.header, Body: o.lost.body,
+	}
+}
+
+// settle gives tokens back to the budget.
+func (o *operation) settle(answered bool) {
+	budget := o.t.policy.Budget
+	switch {
+	case budget == nil: // the policy is invalid
+	case answered && !o.failed && o.took > 0:
+		budget.give(o.target, o.took)
+	case answered && !o.failed && o.counted == 1 && len(o.report.Attempts) == 1:
+		budget.give(o.target, 1)
+	default:
+		budget.give(o.target, o.lastTook)
+	}
+}

@@ -1,0 +1,501 @@
+package idem
+
+import (
+	"context"
+	"net/http"
+	"net/url"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+)
+
+// Transport is an http.RoundTripper that makes calls safe to repeat. It gives
+// each operation one key, retries lost and failed attempts with it, and
+// reports what is known about the effect. The zero value is ready; use one
+// Transport for one provider, as one keeps one http.Client for one provider.
+//
+// A Transport is safe for concurrent use. Its fields must not change after
+// first use, and it must not be copied. It keeps the contract of
+// http.RoundTripper: the request is not changed, its Body is closed once on
+// every path, and a response comes without an error. Most code reads the
+// outcome from [ReportOf] or [OutcomeOf]; [Client] turns each Reason into an
+// [*Error].
+type Transport struct {
+	// Base sends one attempt. nil: a clone of http.DefaultTransport, made at
+	// first use and shared by all Transports without a Base.
+	Base http.RoundTripper
+	// Policy has the limits. Zero: the defaults.
+	Policy Policy
+	// Dialect of the provider. Zero: Generic.
+	Dialect Dialect
+	// Scope names the account or tenant whose keys these are. It is asked
+	// before the key is chosen, with the caller's request, and again after
+	// each Prepare, with the attempt's: an operation that would leave its
+	// scope ends with ErrScopeChanged. nil: one scope.
+	Scope func(*http.Request) string
+	// Prepare signs an attempt or refreshes its credentials. It gets the
+	// attempt's own copy of the request, with a GetBody where there is a body
+	// that can be read again. It must not change key, URL, method or body
+	// (ErrInvalid), never runs for another origin than the operation's, and
+	// its error ends the operation. With Prepare, a 401 is repeated once.
+	// nil: nothing to prepare.
+	Prepare func(*http.Request) error
+	// AllowRedirect says whether a redirected request with a key or a body
+	// may go to another origin. nil: never, ErrRedirectRefused.
+	AllowRedirect func(from, to *url.URL) bool
+	// Hooks observe. Zero: nobody does.
+	Hooks Hooks
+
+	setup   sync.Once // fills the rest
+	base    http.RoundTripper
+	policy  Policy
+	dialect Dialect
+	invalid error
+
+	gates gates
+
+	sideOnce sync.Once
+	side     http.RoundTripper // without keep-alives; nil: base is no *http.Transport
+}
+
+// defaultBase is shared by all Transports without a Base.
+var defaultBase = sync.OnceValue(func() http.RoundTripper {
+	if t, ok := http.DefaultTransport.(*http.Transport); ok {
+		return t.Clone()
+	}
+	return &http.Transport{Proxy: http.ProxyFromEnvironment}
+})
+
+// resolve fills in the defaults once.
+func (t *Transport) resolve() {
+	t.setup.Do(func() {
+		if t.base = t.Base; t.base == nil {
+			t.base = defaultBase()
+		}
+		if t.dialect, t.invalid = t.Dialect.resolved(); t.invalid == nil {
+			t.policy, t.invalid = t.Policy.resolved(&t.dialect)
+		}
+	})
+}
+
+// RoundTrip sends req, as often as the policy allows, and returns the last
+// answer, or an [*Error] where the last attempt had none, where the request
+// was refused before it was sent, or where the caller's context ended. Answers
+// of a Reason (a reused key, attempts exhausted) come back as responses:
+// [ReportOf] has the Reason.
+func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
+	t.resolve()
+	if t.isInner(req) {
+		return t.base.RoundTrip(req)
+	}
+	o := &operation{t: t, req: req, ctx: req.Context()}
+	defer o.leave()
+	if err := o.begin(); err != nil {
+		return o.end(nil, err)
+	}
+	return o.run()
+}
+
+// CloseIdleConnections closes the idle connections of Base, and those of the
+// shared base where Base is nil.
+func (t *Transport) CloseIdleConnections() {
+	t.resolve()
+	if c, ok := t.base.(interface{ CloseIdleConnections() }); ok {
+		c.CloseIdleConnections()
+	}
+}
+
+// sideBase reaches the server without the pool: after a dead reused
+// connection its idle neighbours are probably dead too.
+func (t *Transport) sideBase() http.RoundTripper {
+	t.sideOnce.Do(func() {
+		t.side = t.base
+		if base, ok := t.base.(*http.Transport); ok {
+			side := base.Clone()
+			side.DisableKeepAlives = true
+			t.side = side
+		}
+	})
+	return t.side
+}
+
+// isInner reports whether req is what an attempt of another Transport sends
+// through this one: that layer retries, this one passes through.
+func (t *Transport) isInner(req *http.Request) bool {
+	outer, _ := req.Context().Value(layer{}).(*operation)
+	if outer == nil || req.URL == nil {
+		return false
+	}
+	key, ok := "", false
+	if t.dialect.Header != "" {
+		key, ok, _ = headerKey(req.Header, &t.dialect)
+	}
+	if ok && outer.keyed {
+		return key == outer.report.Key
+	}
+	return ok == outer.keyed && method(req) == outer.method && urlOf(req.URL) == urlOf(outer.req.URL)
+}
+
+// layer finds the operation whose attempt a context belongs to; origin hops
+// are found through hop.
+type (
+	layer struct{}
+	hop   struct{}
+)
+
+// answerContext is the context of resp.Request: the caller's, and the report.
+type answerContext struct {
+	context.Context
+	o *operation
+}
+
+func (c *answerContext) Value(key any) any {
+	if key == (hop{}) {
+		return c.o
+	}
+	return c.Context.Value(key)
+}
+
+// operationOf finds the operation that resp answered.
+func operationOf(resp *http.Response) *operation {
+	if resp == nil || resp.Request == nil {
+		return nil
+	}
+	o, _ := resp.Request.Context().Value(hop{}).(*operation)
+	return o
+}
+
+// operation is one RoundTrip, from the choice of the key to the report.
+type operation struct {
+	t   *Transport
+	req *http.Request
+	ctx context.Context
+
+	method     string
+	target     origin // of this request
+	home       origin // of the operation's first request
+	scope      string
+	keyed      bool   // the request carries a key
+	minted     bool   // made for this call: nobody can have used it before
+	onWire     string // the key as it goes out
+	repeatable bool   // keyed, or a method that may be repeated by definition
+	afterWrite bool   // the GET that follows a write
+
+	body    body
+	request *fingerprint // nil for minted keys, which meet nobody
+	cell    *cell
+	gate    gateKey
+	inGate  bool
+
+	started   time.Time
+	firstSend time.Time // of the key, as far as known
+	counted   int       // attempts that count
+	waits     int       // waits for an operation in progress
+	took      int       // tokens taken from the budget
+	lastTook  int       // by the retry that is being waited for
+	uncounted bool      // the next attempt does not count
+	failed    bool      // the last attempt was a failure of the origin
+	isHop     bool      // it goes on after a redirect
+	chance    struct{ prepared, expectDropped, reconnected bool }
+	offPool   bool // the next attempt needs a connection of its own
+	again     again
+	waitGen   generator
+
+	now     *attempt // the running or last attempt
+	first   attempt
+	resp    *http.Response // its answer, if it is still open
+	lost    lastAnswer     // its answer, if it was read and discarded
+	lastErr error
+	ended   error // the caller's ctx.Err(), or DeadlineExceeded
+
+	report     Report
+	firstEntry [1]Attempt
+
+	answerReq http.Request
+	answerCtx answerContext
+	answer    answerBody
+}
+
+type lastAnswer struct {
+	status int
+	header http.Header
+	body   []byte
+}
+
+// begin checks the request and chooses its key. An operation begins here and
+// ends in end: a durable memory of operations goes in between the two.
+func (o *operation) begin() error {
+	t, req := o.t, o.req
+	o.body.own.rc = req.Body
+	o.method = method(req)
+	o.minted = !o.named()
+	if t.invalid != nil {
+		return t.invalid
+	}
+	if err := checkRequest(req); err != nil {
+		return err
+	}
+	o.started = time.Now()
+	o.target = originOf(req.URL)
+	o.home = o.target
+	if t.Scope != nil {
+		o.scope = t.Scope(req)
+	}
+	previous := operationOf(req.Response)
+	var err error
+	switch {
+	case previous == nil:
+		err = o.chooseKey()
+	case o.continues(previous):
+		err = o.follow(previous)
+	default:
+		o.extend(previous)
+	}
+	if err != nil {
+		return err
+	}
+	o.repeatable = o.keyed || repeatable(o.method)
+	if err := context.Cause(o.ctx); err != nil {
+		o.ended = o.ctx.Err()
+		return err
+	}
+	if err := o.body.take(req, t.policy.MaxRequestBuffer); err != nil {
+		return err
+	}
+	if !o.keyed || o.minted {
+		return nil // a minted key meets nobody
+	}
+	return o.claimKey()
+}
+
+// named reports whether the caller, or the code between, brought a key.
+func (o *operation) named() bool {
+	if o.ctx.Value(noKey{}) != nil || o.t.dialect.Header == "" {
+		return false
+	}
+	if operationOf(o.req.Response) != nil || o.ctx.Value(operationCell{}) != nil || o.ctx.Value(keyCell{}) != nil {
+		return true
+	}
+	_, ok, _ := headerKey(o.req.Header, &o.t.dialect)
+	return ok
+}
+
+func checkRequest(req *http.Request) error {
+	switch u := req.URL; {
+	case u == nil:
+		return invalid("Request.URL", "is nil")
+	case u.Scheme == "":
+		return invalid("Request.URL", "has no scheme; it must be absolute")
+	case u.Host == "":
+		return invalid("Request.URL", "has no host; it must be absolute")
+	case !isToken(method(req)):
+		return invalid("Request.Method", "is %q, which is not a method", req.Method)
+	}
+	return nil
+}
+
+// chooseKey takes the first key that applies.
+func (o *operation) chooseKey() error {
+	d := &o.t.dialect
+	if !d.keys(o.method) || o.ctx.Value(noKey{}) != nil {
+		o.minted = true
+		return nil
+	}
+	if c, _ := o.ctx.Value(operationCell{}).(*cell); c != nil {
+		o.report.Operation = c.op
+		if err := c.op.check(o.started); err != nil {
+			return err
+		}
+		if !c.op.Started.IsZero() && o.t.policy.KeyWindow == 0 {
+			return invalid("Policy.KeyWindow", "is not set and dialect %q states none; Operation.Started needs one", d.Name)
+		}
+		u, err := derive(o.scope, c.op.Name, c.op.ID)
+		if err != nil {
+			return err
+		}
+		o.cell = c
+		return o.setKey(written(u, d.MaxKey), "operation")
+	}
+	if c, _ := o.ctx.Value(keyCell{}).(*cell); c != nil {
+		if err := checkKey(c.key, "WithKey", d); err != nil {
+			o.minted = true // such a key was never sent
+			return err
+		}
+		o.cell = c
+		return o.setKey(c.key, "context")
+	}
+	key, ok, err := headerKey(o.req.Header, d)
+	if err != nil {
+		o.minted = true
+		return err
+	}
+	if ok {
+		return o.setKey(key, "header")
+	}
+	u, err := uuid.NewRandom()
+	if err != nil {
+		return keyInvalid("random source", "failed: %v", err)
+	}
+	o.minted = true
+	return o.setKey(written(u, d.MaxKey), "minted")
+}
+
+func (o *operation) setKey(key, from string) error {
+	o.keyed = true
+	o.report.Key, o.report.KeyFrom, o.onWire = key, from, key
+	if o.t.dialect.Quoted {
+		o.onWire = quote(key)
+	}
+	return nil
+}
+
+// claimKey refuses a key that is in use for another request and waits for
+// the turn of one that is in use for this request.
+func (o *operation) claimKey() error {
+	if o.request == nil { // not a hop, which speaks for its first request
+		f, err := fingerprintOf(o.req, o.scope, &o.body)
+		if err != nil {
+			return err
+		}
+		o.request = f
+		if o.cell != nil {
+			if other := o.cell.bind(f); other != nil {
+				return reused(other, f)
+			}
+		}
+	}
+	o.gate = gateKey{o.scope, o.report.Key}
+	if err := o.t.gates.enter(o.ctx, o.gate, o.request); err != nil {
+		o.ended = o.ctx.Err()
+		return err
+	}
+	o.inGate = true
+	if o.isHop {
+		return nil
+	}
+	o.started = time.Now()
+	if o.cell != nil {
+		o.firstSend = o.cell.first()
+		if s := o.cell.op.Started; !s.IsZero() {
+			o.firstSend = s
+		}
+	}
+	return nil
+}
+
+// continues reports whether the redirect asks for the same request again.
+func (o *operation) continues(previous *operation) bool {
+	if previous.afterWrite {
+		return false
+	}
+	status := o.req.Response.StatusCode
+	return o.method == previous.method &&
+		(status == http.StatusTemporaryRedirect || status == http.StatusPermanentRedirect || !previous.writes())
+}
+
+func (o *operation) writes() bool { return o.keyed || !safe(o.method) }
+
+// follow goes on with the operation that was redirected.
+func (o *operation) follow(previous *operation) error {
+	o.inherit(previous)
+	o.keyed, o.onWire = previous.keyed, previous.onWire
+	o.request, o.cell = previous.request, previous.cell
+	carries := o.keyed || o.req.Body != nil && o.req.Body != http.NoBody
+	from, to := previous.req.URL, o.req.URL
+	if carries && o.target != originOf(from) && (o.t.AllowRedirect == nil || !o.t.AllowRedirect(from, to)) {
+		return redirectRefused(from, to)
+	}
+	if o.scope != previous.scope {
+		return scopeChanged(previous.scope, o.scope)
+	}
+	return nil
+}
+
+// extend is the GET after a 301, 302 or 303: it carries no key and says
+// nothing about the effect.
+func (o *operation) extend(previous *operation) {
+	o.inherit(previous)
+	o.scope = previous.scope
+	o.afterWrite = true
+}
+
+func (o *operation) inherit(previous *operation) {
+	o.isHop, o.uncounted = true, true
+	o.home, o.minted = previous.home, previous.minted
+	o.started, o.firstSend = previous.started, previous.firstSend
+	o.counted, o.waits, o.took, o.chance = previous.counted, previous.waits, previous.took, previous.chance
+	o.waitGen = previous.waitGen
+	o.report = previous.report
+	o.report.Attempts = append([]Attempt(nil), previous.report.Attempts...)
+	o.report.Reason = nil
+}
+
+// leave hands the turn of the key on, unless a streamed answer still has it.
+func (o *operation) leave() {
+	if o.inGate && !o.answer.holdsGate {
+		o.inGate = false
+		o.t.gates.leave(o.gate)
+	}
+}
+
+// copyHeader is the attempt's own copy of the caller's header, with one value
+// of the key. The values are copied into the attempt, so that nothing that a
+// base does to them is seen elsewhere.
+func (o *operation) copyHeader(a *attempt) http.Header {
+	from := o.req.Header
+	d := &o.t.dialect
+	h := make(http.Header, len(from)+1)
+	spare := a.values[:0]
+	for name, values := range from {
+		if len(name) == len(d.Header) && strings.EqualFold(name, d.Header) && o.ownsKeyHeader() {
+			continue
+		}
+		if o.chance.expectDropped && strings.EqualFold(name, "Expect") {
+			continue
+		}
+		if len(spare)+len(values) > cap(spare) {
+			spare = make([]string, 0, len(values)+len(from))
+		}
+		n := len(spare)
+		spare = append(spare, values...)
+		h[name] = spare[n:len(spare):len(spare)]
+	}
+	if o.keyed {
+		a.key[0] = o.onWire
+		h[d.Header] = a.key[:]
+	}
+	return h
+}
+
+// ownsKeyHeader reports whether the caller's key header is replaced or taken
+// off. On a method that gets no key it is left alone.
+func (o *operation) ownsKeyHeader() bool {
+	return o.keyed || o.afterWrite || o.ctx.Value(noKey{}) != nil
+}
+
+func repeatable(method string) bool {
+	return safe(method) || method == http.MethodPut || method == http.MethodDelete
+}
+
+// safe methods (RFC 9110, section 9.2.1) have no effect.
+func safe(method string) bool {
+	switch method {
+	case http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace:
+		return true
+	}
+	return false
+}
+
+// originOf is scheme, host and port, in one spelling.
+func originOf(u *url.URL) origin {
+	o := origin{scheme: strings.ToLower(u.Scheme), host: strings.ToLower(u.Host)}
+	switch {
+	case o.scheme == "http":
+		o.host = strings.TrimSuffix(o.host, ":80")
+	case o.scheme == "https":
+		o.host = strings.TrimSuffix(o.host, ":443")
+	}
+	return o
+}
