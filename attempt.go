@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"hash/maphash"
 	"io"
 	"net"
 	"net/http"
@@ -22,15 +23,16 @@ type attempt struct {
 	context.Context // the caller's, with the attempt's own end
 	o               *operation
 
-	start   time.Time
-	cancel  context.CancelCauseFunc // nil: no limit of its own
-	timer   *time.Timer
-	hookCtx context.Context
+	outer context.Context // the same without that end: what the hooks get
+
+	start  time.Time
+	cancel context.CancelCauseFunc // nil: no limit of its own
+	timer  *time.Timer
 
 	req    http.Request
-	values [12]string // of the header
+	values [4]string // of the header, where they fit
 	key    [1]string
-	body   attemptBody
+	body   *attemptBody // nil: net/http reads the body as it is
 
 	trace  httptrace.ClientTrace
 	asked  atomic.Int32 // for a connection
@@ -38,32 +40,56 @@ type attempt struct {
 	reused atomic.Bool
 
 	header    http.Header // of the answer
-	text      []byte      // what was read of its body
-	whole     bool        // text is all of it
+	doc       document    // what was read of its body
+	whole     bool        // that is all of it
+	noted     bool        // it stands in the report
 	reference string
 }
 
-// Value lets an inner Transport know whose attempt it is in.
+// Value lets an inner Transport know whose attempt it is in, and httptrace
+// find the trace.
 func (a *attempt) Value(key any) any {
-	if key == (layer{}) {
+	switch key {
+	case layer{}:
 		return a.o
+	case traceKey:
+		return &a.trace
 	}
 	return a.Context.Value(key)
 }
 
+// traceKey is the key under which httptrace looks for a trace. An attempt
+// answers to it by itself, which costs nothing; httptrace.WithClientTrace
+// would make one more context for every attempt.
+var traceKey = func() any {
+	p := keyProbe{Context: context.Background()}
+	httptrace.ContextClientTrace(&p)
+	return p.key
+}()
+
+type keyProbe struct {
+	context.Context
+	key any
+}
+
+func (p *keyProbe) Value(key any) any {
+	p.key = key
+	return nil
+}
+
 // attempt sends the request once and reads as much of the answer as the
 // verdict needs. An error means that nothing was sent and nothing will be.
-func (o *operation) attempt() (result, error) {
+func (o *operation) attempt(now time.Time) (result, error) {
 	a := &o.first
 	if o.now != nil {
 		a = new(attempt)
 	}
-	o.now, o.resp, o.lost, o.lastErr = a, nil, lastAnswer{}, nil
-	a.o, a.start = o, time.Now()
+	a.o, a.start = o, now
 	if err := a.build(); err != nil {
 		a.release()
 		return result{}, err
 	}
+	o.now, o.resp, o.lost = a, nil, nil // until here, what the last attempt showed stands
 	if o.firstSend.IsZero() {
 		o.firstSend = a.start
 		if o.cell != nil {
@@ -81,10 +107,6 @@ func (o *operation) attempt() (result, error) {
 	case err == nil && resp == nil:
 		err = errors.New("idem: Base returned neither an answer nor an error")
 	}
-	if err == nil && !a.pause() {
-		_ = resp.Body.Close()
-		err = errAttemptLimit
-	}
 	if err != nil {
 		r := a.failed(err)
 		a.release()
@@ -100,13 +122,13 @@ func (o *operation) attempt() (result, error) {
 func (a *attempt) build() error {
 	o := a.o
 	p := &o.t.policy
-	ctx := o.ctx
+	ctx := o.Context
 	if h := o.t.Hooks.AttemptStart; h != nil {
-		if c := h(ctx, &o.report, o.counted+1); c != nil {
+		if c := h(ctx, &o.report, int(o.counted)+1); c != nil {
 			ctx = c
 		}
 	}
-	a.hookCtx = ctx
+	a.outer = ctx
 	if p.AttemptTimeout > 0 || o.buffers() && p.MaxElapsed > 0 {
 		ctx, a.cancel = context.WithCancelCause(ctx)
 	}
@@ -116,7 +138,7 @@ func (a *attempt) build() error {
 	a.Context = ctx
 	a.trace.GetConn = a.getConn
 	a.trace.GotConn = a.gotConn
-	a.req = *o.req.WithContext(httptrace.WithClientTrace(a, &a.trace))
+	a.req = *o.req.WithContext(a.traced())
 	a.req.Header = o.copyHeader(a)
 	a.req.GetBody = nil // or net/http would send again by itself
 	a.req.ContentLength = o.body.length
@@ -125,7 +147,7 @@ func (a *attempt) build() error {
 		return err
 	}
 	a.req.Body = rc
-	if o.t.Prepare != nil && o.target == o.home {
+	if o.t.Prepare != nil && !o.abroad() {
 		return a.prepare()
 	}
 	return nil
@@ -133,16 +155,13 @@ func (a *attempt) build() error {
 
 func (a *attempt) openBody() (io.ReadCloser, error) {
 	o := a.o
-	if o.body.opened > 0 && o.request != nil && o.request.whole && o.body.kind == reopened {
-		sum, _, whole, err := o.body.digest()
-		if err != nil {
+	if o.body.opened > 0 {
+		if err := o.body.unchanged(); err != nil {
 			return nil, err
 		}
-		if whole && sum != o.request.digest {
-			return nil, ErrBodyChanged
-		}
 	}
-	rc, err := o.body.open(&a.body)
+	rc, err := o.body.open()
+	a.body, _ = rc.(*attemptBody)
 	if rc == nil && err == nil && o.req.Body != nil {
 		rc = http.NoBody
 	}
@@ -162,6 +181,7 @@ func (a *attempt) prepare() error {
 		a.req.GetBody = func() (io.ReadCloser, error) {
 			rc, err := b.again()
 			if err == nil {
+				rc = &readCloser{rc, &ownBody{rc: rc}} // Prepare may close it, or not
 				handed = append(handed, rc)
 			}
 			return rc, err
@@ -190,10 +210,15 @@ func (a *attempt) prepare() error {
 	switch {
 	case a.req.URL == nil || urlOf(a.req.URL) != urlOf(o.req.URL):
 		return fail(invalid("Transport.Prepare", "changed the URL; it is fixed for the operation"))
-	case method(&a.req) != o.method:
+	case method(&a.req) != o.method():
 		return fail(invalid("Transport.Prepare", "changed the method; it is fixed for the operation"))
 	case a.req.ContentLength != length:
 		return fail(invalid("Transport.Prepare", "changed ContentLength from %d to %d; the body is fixed for the operation", length, a.req.ContentLength))
+	}
+	if o.t.Scope != nil {
+		if now := o.t.Scope(&a.req); now != o.scope {
+			return fail(scopeChanged(o.scope, now))
+		}
 	}
 	if b.kind != noBody && b.kind != stream {
 		if a.req.Body != given && !oneOf(a.req.Body, handed) {
@@ -207,15 +232,13 @@ func (a *attempt) prepare() error {
 		if err != nil {
 			return &bodyError{err}
 		}
-		a.body = attemptBody{}
-		a.req.Body = a.body.reading(fresh, fresh, b.length)
+		a.body = reading(fresh, fresh, b.length)
+		a.req.Body = a.body
+		if b.first != nil && b.opened == 1 {
+			b.first, a.body.seen = a.body, new(maphash.Hash)
+		}
 	} else if a.req.Body != given {
 		return fail(invalid("Transport.Prepare", "changed the body; it is fixed for the operation"))
-	}
-	if o.t.Scope != nil {
-		if now := o.t.Scope(&a.req); now != o.scope {
-			return fail(scopeChanged(o.scope, now))
-		}
 	}
 	return nil
 }
@@ -240,6 +263,18 @@ func closeBody(rc io.ReadCloser) {
 func (o *operation) bringsKey() bool {
 	_, has, _ := headerKey(o.req.Header, &o.t.dialect)
 	return has && !o.ownsKeyHeader()
+}
+
+// traced is the context of the attempt's request. Where the caller traces too,
+// httptrace makes one trace of both.
+func (a *attempt) traced() context.Context {
+	if httptrace.ContextClientTrace(a.Context) == nil {
+		return a
+	}
+	both := httptrace.WithClientTrace(a.Context, &httptrace.ClientTrace{GetConn: a.getConn, GotConn: a.gotConn})
+	a.trace = *httptrace.ContextClientTrace(both)
+	a.Context = both
+	return a
 }
 
 func (a *attempt) getConn(string) { a.asked.Add(1) }
@@ -297,9 +332,9 @@ func (a *attempt) failed(err error) result {
 	} else if got == 0 {
 		r.notSent = asked > 0
 	}
-	r.staleReused = got > 0 && a.reused.Load() && !limit && own == nil && o.ctx.Err() == nil && !timeout(err)
+	r.staleReused = got > 0 && a.reused.Load() && !limit && own == nil && o.Err() == nil && !timeout(err)
 	r.leaveThePool = r.staleReused
-	if o.t.policy.Classify != nil && o.ctx.Err() == nil {
+	if o.t.policy.Classify != nil && o.Err() == nil {
 		r.overruled = o.t.policy.Classify(nil, r.err)
 	}
 	return r
@@ -347,15 +382,17 @@ func (a *attempt) read(resp *http.Response) result {
 	case looks:
 		cut = a.buffer(drainBytes)
 	}
+	if cut == nil && !a.whole && !a.pause() {
+		cut = errAttemptLimit
+	}
 	if cut != nil {
 		return a.cut(cut)
 	}
 	if o.keyed {
-		doc := &document{text: a.text}
-		r.marks = d.recognise(resp, doc)
+		r.marks = d.recognise(resp, &a.doc)
 		r.hint = d.hint(resp.Header)
-		if len(d.Reference) > 0 && len(a.text) > 0 && (resp.StatusCode/100 == 2 || r.marks&markAlreadyDone != 0) {
-			a.reference = d.reference(doc)
+		if len(d.Reference) > 0 && len(a.doc.text) > 0 && (resp.StatusCode/100 == 2 || r.marks&markAlreadyDone != 0) {
+			a.reference = d.reference(&a.doc)
 		}
 	}
 	if resp.StatusCode/100 != 2 {
@@ -365,7 +402,7 @@ func (a *attempt) read(resp *http.Response) result {
 	}
 	if p.Classify != nil {
 		rest := resp.Body
-		resp.Body = io.NopCloser(bytes.NewReader(a.text))
+		resp.Body = io.NopCloser(bytes.NewReader(a.doc.text))
 		r.overruled = p.Classify(resp, nil)
 		resp.Body = rest
 	}
@@ -382,10 +419,10 @@ func (a *attempt) cut(err error) result {
 	if limit {
 		err = &attemptLimitError{last: err}
 	}
-	o.lost = lastAnswer{resp.StatusCode, resp.Header, a.text[:min(len(a.text), maxErrorBody)]}
+	o.lost = &lastAnswer{resp.StatusCode, resp.Header, a.doc.text[:min(len(a.doc.text), maxErrorBody)]}
 	o.resp = nil
 	r := result{err: err, status: resp.StatusCode}
-	if o.t.policy.Classify != nil && o.ctx.Err() == nil {
+	if o.t.policy.Classify != nil && o.Err() == nil {
 		r.overruled = o.t.policy.Classify(nil, err)
 	}
 	return r
@@ -417,30 +454,25 @@ func (a *attempt) buffer(limit int64) error {
 		size = 512
 	}
 	text := make([]byte, 0, min(size, limit)+1)
-	start := time.Now()
+	var start time.Time
 	for {
-		if !a.rearm(p, start) {
-			a.text = text
+		// What Content-Length promised is there: the end needs no waiting.
+		if int64(len(text)) != a.o.resp.ContentLength && !a.rearm(p, &start) {
+			a.doc.text = text
 			return errAttemptLimit
 		}
 		n, err := body.Read(text[len(text):cap(text)])
 		text = text[:len(text)+n]
+		a.doc.text = text
 		switch {
 		case err == io.EOF:
-			a.pause()
-			a.text, a.whole = text, true
+			a.whole = true
 			_ = body.Close()
 			a.release()
 			return nil
 		case err != nil:
-			a.text = text
 			return err
 		case int64(len(text)) > limit:
-			if !a.pause() {
-				a.text = text
-				return errAttemptLimit
-			}
-			a.text = text
 			return nil
 		case len(text) == cap(text):
 			text = append(text, 0)[:len(text)]
@@ -448,11 +480,17 @@ func (a *attempt) buffer(limit int64) error {
 	}
 }
 
-// rearm gives the next bytes their time; false: it is over.
-func (a *attempt) rearm(p *Policy, start time.Time) bool {
+// rearm gives the next bytes their time; false: it is over. start is when
+// the first were waited for.
+func (a *attempt) rearm(p *Policy, start *time.Time) bool {
 	gap := p.AttemptTimeout
 	if p.MaxElapsed > 0 {
-		rest := p.MaxElapsed - time.Since(start)
+		rest := p.MaxElapsed
+		if start.IsZero() {
+			*start = time.Now()
+		} else {
+			rest -= time.Since(*start)
+		}
 		if gap == 0 || rest < gap {
 			gap = rest
 		}
@@ -486,26 +524,25 @@ func (o *operation) discard() {
 		timer := time.AfterFunc(drainTime, stop)
 		rest, _ := io.ReadAll(io.LimitReader(resp.Body, drainBytes+1))
 		timer.Stop()
-		a.text = append(a.text, rest...)
+		a.doc.text = append(a.doc.text, rest...)
 		_ = resp.Body.Close()
 		a.release()
 	}
-	o.lost = lastAnswer{resp.StatusCode, resp.Header, a.text[:min(len(a.text), maxErrorBody)]}
+	o.lost = &lastAnswer{resp.StatusCode, resp.Header, a.doc.text[:min(len(a.doc.text), maxErrorBody)]}
 }
 
 // handOver makes the answer the caller's.
 func (o *operation) handOver(resp *http.Response) {
-	o.answerCtx = answerContext{o.ctx, o}
-	o.answerReq = *o.req.WithContext(&o.answerCtx)
+	o.answerReq = *o.req.WithContext(o)
 	resp.Request = &o.answerReq
 	a := o.now
 	if resp.StatusCode == http.StatusSwitchingProtocols {
 		return // the connection belongs to the caller, with the attempt's context
 	}
 	b := &o.answer
-	b.text = a.text
+	b.a = a
 	if !a.whole {
-		b.rest, b.a, b.holdsGate = resp.Body, a, o.inGate
+		b.rest, b.holdsGate = resp.Body, o.inGate
 	}
 	resp.Body = b
 }
@@ -514,9 +551,9 @@ func (o *operation) handOver(resp *http.Response) {
 // the connection. At its end it frees the attempt and hands the turn of the
 // key on.
 type answerBody struct {
-	text      []byte
-	rest      io.ReadCloser // nil: text is all
 	a         *attempt
+	read      int           // of what was buffered
+	rest      io.ReadCloser // nil: that is all
 	holdsGate bool
 	closed    atomic.Bool
 	freed     atomic.Bool
@@ -526,9 +563,9 @@ func (b *answerBody) Read(p []byte) (int, error) {
 	if b.closed.Load() {
 		return 0, http.ErrBodyReadAfterClose
 	}
-	if len(b.text) > 0 {
-		n := copy(p, b.text)
-		b.text = b.text[n:]
+	if text := b.a.doc.text[b.read:]; len(text) > 0 {
+		n := copy(p, text)
+		b.read += n
 		return n, nil
 	}
 	if b.rest == nil {
@@ -556,6 +593,6 @@ func (b *answerBody) free() {
 	}
 	b.a.release()
 	if b.holdsGate {
-		b.a.o.t.gates.leave(b.a.o.gate)
+		b.a.o.t.gates.leave(b.a.o.gate())
 	}
 }

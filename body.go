@@ -4,12 +4,14 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"errors"
+	"hash/maphash"
 	"io"
 	"net/http"
 	"os"
 	"reflect"
 	"strings"
 	"sync"
+	"sync/atomic"
 )
 
 // body is where the bytes of an operation come from. Each attempt reads them
@@ -22,17 +24,23 @@ type body struct {
 	limit  int64 // Policy.MaxRequestBuffer
 
 	getBody func() (io.ReadCloser, error)
-	data    []byte      // buffered, or the part of a stream that was read already
-	at      io.ReaderAt // section: from off, length bytes
-	off     int64
-	file    *os.File // section of a file: whether it changed
-	info    os.FileInfo
+	data    []byte       // buffered, or the part of a stream that was read already
+	source  *source      // of sections
+	first   *attemptBody // the first attempt's reader, where GetBody opens the others
 
 	own ownBody
 
 	mu       sync.Mutex // guards what follows
 	sections int        // section readers that are not closed yet
 	answered bool       // the last section reader closes the caller's body
+}
+
+// source is what sections are read from.
+type source struct {
+	at   io.ReaderAt
+	off  int64
+	file *os.File // nil: memory, which does not change
+	info os.FileInfo
 }
 
 type bodyKind int
@@ -47,18 +55,15 @@ const (
 
 // ownBody is the caller's Body.
 type ownBody struct {
-	rc   io.ReadCloser
-	once sync.Once
-	err  error
+	rc     io.ReadCloser
+	closed atomic.Bool
 }
 
 func (b *ownBody) Close() error {
-	b.once.Do(func() {
-		if b.rc != nil {
-			b.err = b.rc.Close()
-		}
-	})
-	return b.err
+	if b.rc == nil || b.closed.Swap(true) {
+		return nil
+	}
+	return b.rc.Close()
 }
 
 // take looks at the caller's body and reads it into memory where that is
@@ -90,6 +95,7 @@ func (b *body) take(req *http.Request, limit int64) error {
 // it, would be bypassed.
 func (b *body) takeSection(rc io.ReadCloser) (bool, error) {
 	var rest int64
+	var s source
 	switch r := unwrapNopCloser(rc).(type) {
 	case *os.File:
 		info, err := r.Stat()
@@ -100,17 +106,17 @@ func (b *body) takeSection(rc io.ReadCloser) (bool, error) {
 		if err != nil {
 			return false, nil
 		}
-		b.at, b.file, b.info, b.off, rest = r, r, info, off, info.Size()-off
+		s, rest = source{r, off, r, info}, info.Size()-off
 	case *bytes.Reader:
-		b.at, b.off, rest = r, r.Size()-int64(r.Len()), int64(r.Len())
+		s, rest = source{at: r, off: r.Size() - int64(r.Len())}, int64(r.Len())
 	case *strings.Reader:
-		b.at, b.off, rest = r, r.Size()-int64(r.Len()), int64(r.Len())
+		s, rest = source{at: r, off: r.Size() - int64(r.Len())}, int64(r.Len())
 	case *io.SectionReader:
 		off, err := r.Seek(0, io.SeekCurrent)
 		if err != nil {
 			return false, nil
 		}
-		b.at, b.off, rest = r, off, r.Size()-off
+		s, rest = source{at: r, off: off}, r.Size()-off
 	default:
 		return false, nil
 	}
@@ -120,7 +126,11 @@ func (b *body) takeSection(rc io.ReadCloser) (bool, error) {
 	if b.length < 0 {
 		b.length = max(rest, 0)
 	}
-	b.kind = section
+	if b.length == 0 {
+		b.kind = noBody // a reader of length 0 would go out chunked
+		return true, nil
+	}
+	b.kind, b.source = section, &s
 	return true, nil
 }
 
@@ -155,7 +165,7 @@ func (b *body) takeReader(r io.Reader) error {
 }
 
 // open returns the reader for the next attempt; nil: there is no body.
-func (b *body) open(a *attemptBody) (io.ReadCloser, error) {
+func (b *body) open() (io.ReadCloser, error) {
 	first := b.opened == 0
 	b.opened++
 	switch {
@@ -164,22 +174,19 @@ func (b *body) open(a *attemptBody) (io.ReadCloser, error) {
 	case b.kind == reopened && first && inMemory(b.own.rc):
 		return b.own.rc, nil // no wrapper on the hot path: net/http knows these types
 	case b.kind == reopened && first:
-		return a.reading(b.own.rc, &b.own, b.length), nil
+		b.first = reading(b.own.rc, &b.own, b.length)
+		b.first.seen = new(maphash.Hash)
+		return b.first, nil
 	case b.kind == stream && first:
-		return a.reading(b.streamed(), &b.own, b.length), nil
+		return reading(b.streamed(), &b.own, b.length), nil
 	case b.kind == stream:
 		return nil, ErrBodyNotReplayable
-	}
-	if !first {
-		if err := b.unchanged(); err != nil {
-			return nil, err
-		}
 	}
 	rc, err := b.again()
 	if err != nil || b.kind == buffered {
 		return rc, err
 	}
-	return a.reading(rc, rc, b.length), nil
+	return reading(rc, rc, b.length), nil
 }
 
 // again opens a body that can be read more than once.
@@ -192,7 +199,7 @@ func (b *body) again() (io.ReadCloser, error) {
 		}
 		return rc, nil
 	case section:
-		return readCloser{io.NewSectionReader(b.at, b.off, b.length), b.hold()}, nil
+		return &readCloser{io.NewSectionReader(b.source.at, b.source.off, b.length), b.hold()}, nil
 	}
 	return io.NopCloser(bytes.NewReader(b.data)), nil
 }
@@ -235,19 +242,64 @@ func (b *body) equals(rc io.ReadCloser) (bool, error) {
 // replayable reports whether there can be another attempt.
 func (b *body) replayable() bool { return b.kind != stream || b.opened == 0 }
 
-// unchanged compares a file with what it was at the first attempt.
+// unchanged refuses another attempt with other content: a file that was
+// written to, or a GetBody that returns something else. Beyond the buffer
+// limit only the length counts, which the readers check.
 func (b *body) unchanged() error {
-	if b.file == nil {
+	if b.kind == section && b.source.file != nil {
+		s := b.source
+		info, err := s.file.Stat()
+		if err != nil {
+			return &bodyError{err}
+		}
+		if info.Size() != s.info.Size() || !info.ModTime().Equal(s.info.ModTime()) {
+			return ErrBodyChanged
+		}
+	}
+	if b.kind != reopened {
 		return nil
 	}
-	info, err := b.file.Stat()
-	if err != nil {
-		return &bodyError{err}
+	var before, now maphash.Hash
+	n, err := b.firstContent(&before)
+	if n < 0 || n > max(b.limit, defaultBuffer) || err != nil {
+		return err
 	}
-	if info.Size() != b.info.Size() || !info.ModTime().Equal(b.info.ModTime()) {
+	rc, err := b.again()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = rc.Close() }()
+	now.SetSeed(before.Seed())
+	switch m, err := io.Copy(&now, io.LimitReader(rc, n)); {
+	case err != nil:
+		return &bodyError{err}
+	case m != n || now.Sum64() != before.Sum64():
 		return ErrBodyChanged
 	}
 	return nil
+}
+
+// firstContent hashes what the first attempt read, and says how much that
+// was; -1: it cannot be told.
+func (b *body) firstContent(h *maphash.Hash) (int64, error) {
+	if b.first != nil {
+		return b.first.soFar(h), nil
+	}
+	var at io.ReaderAt
+	var size int64
+	switch r := unwrapNopCloser(b.own.rc).(type) {
+	case *bytes.Reader:
+		at, size = r, r.Size()
+	case *strings.Reader:
+		at, size = r, r.Size()
+	default:
+		return -1, nil
+	}
+	if b.length < 0 || b.length > size {
+		return -1, nil
+	}
+	n, err := io.Copy(h, io.NewSectionReader(at, size-b.length, b.length))
+	return n, err
 }
 
 // heldSection keeps the caller's body open for one section reader; the last
@@ -326,10 +378,10 @@ func (b *body) digest() (sum [sha256.Size]byte, length int64, whole bool, err er
 	switch {
 	case err != nil:
 		return sum, 0, false, &bodyError{err}
-	case n > limit:
-		return sum, b.length, false, nil
 	case b.length >= 0 && n != b.length:
 		return sum, 0, false, invalid("Request.Body", "has %d bytes; ContentLength says %d", n, b.length)
+	case n > limit:
+		return sum, b.length, false, nil
 	}
 	h.Sum(sum[:0])
 	return sum, n, true, nil
@@ -349,13 +401,21 @@ type attemptBody struct {
 
 	mu     sync.Mutex // guards what follows
 	read   int64
-	err    error // of the reader itself
+	seen   *maphash.Hash // of what was read; nil: nobody will ask
+	err    error         // of the reader itself
 	closed bool
 }
 
-func (a *attemptBody) reading(r io.Reader, c io.Closer, length int64) io.ReadCloser {
-	a.r, a.c, a.length = r, c, length
-	return a
+// soFar sets h to the hash of what was read and says how much that was.
+func (a *attemptBody) soFar(h *maphash.Hash) int64 {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	*h = *a.seen //nolint:govet // a copy that is only read
+	return a.read
+}
+
+func reading(r io.Reader, c io.Closer, length int64) *attemptBody {
+	return &attemptBody{r: r, c: c, length: length}
 }
 
 func (a *attemptBody) Read(p []byte) (int, error) {
@@ -366,6 +426,9 @@ func (a *attemptBody) Read(p []byte) (int, error) {
 		return 0, errors.New("idem: read of a request body after Close")
 	}
 	a.read += int64(n)
+	if a.seen != nil {
+		_, _ = a.seen.Write(p[:n])
+	}
 	switch {
 	case a.length >= 0 && a.read > a.length,
 		err == io.EOF && a.length >= 0 && a.read != a.length:
@@ -391,6 +454,9 @@ func (a *attemptBody) Close() error {
 
 // failure is the reader's own error, if any.
 func (a *attemptBody) failure() error {
+	if a == nil {
+		return nil
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.err

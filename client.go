@@ -84,7 +84,7 @@ func withGetBody(req *http.Request, t *Transport) (r *http.Request, finish func(
 	}
 	b := new(body)
 	if err := b.take(req, t.policy.MaxRequestBuffer); err != nil {
-		o := &operation{t: t, req: req, ctx: req.Context()}
+		o := &operation{Context: req.Context(), t: t, req: req}
 		o.body.own.rc = req.Body
 		o.minted = !o.named()
 		_, err = o.end(nil, err)
@@ -97,7 +97,7 @@ func withGetBody(req *http.Request, t *Transport) (r *http.Request, finish func(
 		_ = b.own.Close()
 		copied.Body = http.NoBody
 	case stream:
-		copied.Body = readCloser{b.streamed(), &b.own}
+		copied.Body = &readCloser{b.streamed(), &b.own}
 	case buffered, section:
 		copied.GetBody = b.again
 		copied.Body, _ = b.again() // neither kind can fail here

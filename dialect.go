@@ -1,12 +1,13 @@
 package idem
 
 import (
+	"bytes"
 	"encoding/json"
-	"fmt"
 	"mime"
 	"net/http"
 	"net/textproto"
 	"reflect"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -59,6 +60,14 @@ type Dialect struct {
 	RetryHint string
 	// KeyWindow is how long the provider remembers a key. 0: it states none.
 	KeyWindow time.Duration
+
+	byStatus map[int][]meaning // all marks, once resolved; those for any status under 0
+}
+
+// meaning is a mark and what it means.
+type meaning struct {
+	Mark
+	is mark
 }
 
 // Mark recognises an answer. All that is set must fit.
@@ -85,9 +94,10 @@ var (
 		Header:    "Idempotency-Key",
 		RequestID: "X-Request-Id",
 		RetryHint: "X-Should-Retry",
-		InProgress: append(
+		InProgress: slices.Clip(slices.Concat(
 			anyCode(http.StatusConflict, "inprogress"),
-			append(anyCode(http.StatusConflict, "inuse"), anyCode(http.StatusConflict, "concurrent")...)...),
+			anyCode(http.StatusConflict, "inuse"),
+			anyCode(http.StatusConflict, "concurrent"))),
 		Mismatch: anyCode(http.StatusUnprocessableEntity, "idempoten"),
 		Replay: []Mark{
 			{Header: "Idempotent-Replayed", Value: "true"},
@@ -144,7 +154,7 @@ func anyCode(status int, contains string) []Mark {
 	for _, p := range [...]string{"/type", "/code", "/error", "/error/code", "/error/type", "/errorType", "/error_code", "/errors/0/code", "/errors/0/type"} {
 		marks = append(marks, Mark{Status: status, Pointer: p, Contains: contains})
 	}
-	return marks
+	return slices.Clip(marks) // so that append copies
 }
 
 const (
@@ -172,6 +182,19 @@ func (d Dialect) resolved() (Dialect, error) {
 	for _, m := range d.Methods {
 		if !isToken(m) || strings.ToUpper(m) != m {
 			return d, invalid("Dialect.Methods", "has %q, which is not a method in capitals", m)
+		}
+	}
+	d.byStatus = make(map[int][]meaning)
+	for _, set := range [...]struct {
+		marks []Mark
+		is    mark
+	}{
+		{d.Replay, markReplay}, {d.InProgress, markInProgress}, {d.Mismatch, markMismatch},
+		{d.AlreadyDone, markAlreadyDone}, {d.Refusal, markRefusal},
+	} {
+		for _, m := range set.marks {
+			m.Header = textproto.CanonicalMIMEHeaderKey(m.Header)
+			d.byStatus[m.Status] = append(d.byStatus[m.Status], meaning{m, set.is})
 		}
 	}
 	d.Header = textproto.CanonicalMIMEHeaderKey(d.Header)
@@ -212,9 +235,9 @@ func (d *Dialect) keys(method string) bool {
 // needsBody reports whether the marks of an answer with this status look
 // into its body.
 func (d *Dialect) needsBody(status int) bool {
-	for _, set := range [...][]Mark{d.InProgress, d.Mismatch, d.AlreadyDone, d.Replay, d.Refusal} {
+	for _, set := range [...][]meaning{d.byStatus[0], d.byStatus[status]} {
 		for i := range set {
-			if set[i].Pointer != "" && (set[i].Status == 0 || set[i].Status == status) {
+			if set[i].Pointer != "" {
 				return true
 			}
 		}
@@ -222,20 +245,14 @@ func (d *Dialect) needsBody(status int) bool {
 	return false
 }
 
-// recognise reads the marks of an answer. body may be a prefix.
+// recognise reads the marks of an answer; body may be a prefix. The dialect
+// must be resolved.
 func (d *Dialect) recognise(resp *http.Response, body *document) mark {
 	var m mark
-	for _, set := range [...]struct {
-		marks []Mark
-		bit   mark
-	}{
-		{d.Replay, markReplay}, {d.InProgress, markInProgress}, {d.Mismatch, markMismatch},
-		{d.AlreadyDone, markAlreadyDone}, {d.Refusal, markRefusal},
-	} {
-		for i := range set.marks {
-			if set.marks[i].fits(resp, body) {
-				m |= set.bit
-				break
+	for _, set := range [...][]meaning{d.byStatus[0], d.byStatus[resp.StatusCode]} {
+		for i := range set {
+			if m&set[i].is == 0 && set[i].fits(resp, body) {
+				m |= set[i].is
 			}
 		}
 	}
@@ -263,11 +280,7 @@ func (m *Mark) fits(resp *http.Response, body *document) bool {
 }
 
 func headerHas(h http.Header, name, value string) bool {
-	values := h[name]
-	if values == nil {
-		values = h[textproto.CanonicalMIMEHeaderKey(name)]
-	}
-	for _, v := range values {
+	for _, v := range h[name] {
 		if value == "" || strings.EqualFold(strings.TrimSpace(v), value) {
 			return true
 		}
@@ -313,9 +326,8 @@ func (d *Dialect) reference(body *document) string {
 
 // document is a JSON body, parsed when first asked.
 type document struct {
-	text   []byte
-	parsed bool
-	value  any
+	text  []byte
+	value *any // nil: not parsed yet
 }
 
 // at resolves a JSON Pointer (RFC 6901) to a string or a number.
@@ -323,13 +335,15 @@ func (d *document) at(pointer string) (string, bool) {
 	if d == nil || len(d.text) == 0 {
 		return "", false
 	}
-	if !d.parsed {
-		d.parsed = true
-		if err := json.Unmarshal(d.text, &d.value); err != nil {
-			d.value = nil
+	if d.value == nil {
+		d.value = new(any)
+		dec := json.NewDecoder(bytes.NewReader(d.text))
+		dec.UseNumber() // an id must keep all its digits
+		if dec.Decode(d.value) != nil {
+			*d.value = nil
 		}
 	}
-	v := d.value
+	v := *d.value
 	if pointer != "" && pointer[0] != '/' {
 		return "", false
 	}
@@ -351,8 +365,8 @@ func (d *document) at(pointer string) (string, bool) {
 	switch x := v.(type) {
 	case string:
 		return x, true
-	case float64:
-		return fmt.Sprint(x), true
+	case json.Number:
+		return x.String(), true
 	}
 	return "", false
 }

@@ -2,11 +2,13 @@ package idem
 
 import (
 	"context"
+	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/binary"
 	"encoding/hex"
 	"fmt"
+	"io"
 	"net/http"
 	"net/url"
 	"strings"
@@ -138,11 +140,22 @@ func (c *cell) first() time.Time {
 // NewKey returns a fresh key: a UUIDv4 (RFC 9562, section 5.4), 122 random
 // bits. The error is that of the system's random source.
 func NewKey() (string, error) {
-	u, err := uuid.NewRandom()
-	if err != nil {
-		return "", fmt.Errorf("%w: random source: %w", ErrKeyInvalid, err)
+	var u uuid.UUID
+	if err := randomUUID(&u); err != nil {
+		return "", err
 	}
 	return u.String(), nil
+}
+
+// randomUUID is uuid.NewRandom into memory that is there already, which saves
+// the success path an allocation.
+func randomUUID(u *uuid.UUID) error {
+	if _, err := io.ReadFull(rand.Reader, u[:]); err != nil {
+		return fmt.Errorf("%w: the random source failed: %w", ErrKeyInvalid, err)
+	}
+	u[6] = u[6]&0x0f | 0x40 // version 4
+	u[8] = u[8]&0x3f | 0x80 // variant of RFC 9562
+	return nil
 }
 
 // keySpace is the namespace of derived keys. It must never change: stored

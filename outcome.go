@@ -232,3 +232,13 @@ func earlierUnknown(attempts []Attempt) bool {
 	}
 	return false
 }
+
+// mayHaveSent reports whether an attempt may have reached the server.
+func mayHaveSent(attempts []Attempt) bool {
+	for i := range attempts {
+		if attempts[i].evidence != neverSent {
+			return true
+		}
+	}
+	return false
+}

@@ -11,16 +11,17 @@ import (
 // run is the loop: attempt, rule, wait, again with the same key.
 func (o *operation) run() (*http.Response, error) {
 	for {
-		if err := o.mayStart(); err != nil {
+		now, err := o.mayStart()
+		if err != nil {
 			return o.end(nil, err)
 		}
-		r, err := o.attempt()
+		r, err := o.attempt(now)
 		if err != nil { // nothing was sent
 			return o.end(nil, err)
 		}
 		v := rule(&r, o.circumstances())
 		o.note(&r, v)
-		if r.err != nil && o.ctx.Err() != nil {
+		if r.err != nil && o.Err() != nil {
 			return o.end(nil, o.cancelled())
 		}
 		if v.verdict == Stop {
@@ -38,19 +39,22 @@ func (o *operation) run() (*http.Response, error) {
 	}
 }
 
-// mayStart checks the limits of time before a send.
-func (o *operation) mayStart() error {
+// mayStart checks the limits of time before a send, and tells the time.
+func (o *operation) mayStart() (time.Time, error) {
 	p := &o.t.policy
-	now := time.Now()
-	switch {
-	case o.ctx.Err() != nil:
-		return o.cancelled()
-	case o.expired(now):
-		return ErrKeyExpired
-	case p.MaxElapsed > 0 && now.Sub(o.started) > p.MaxElapsed:
-		return ErrTimeExhausted
+	now := o.started
+	if o.now != nil || o.isHop {
+		now = time.Now()
 	}
-	return nil
+	switch {
+	case o.Err() != nil:
+		return now, o.cancelled()
+	case o.expired(now):
+		return now, ErrKeyExpired
+	case p.MaxElapsed > 0 && now.Sub(o.started) > p.MaxElapsed:
+		return now, ErrTimeExhausted
+	}
+	return now, nil
 }
 
 // expired reports whether a send at t would be too late for the server's
@@ -74,15 +78,15 @@ func (o *operation) plan(r *result, v ruling) (wait time.Duration, from string, 
 	switch {
 	case !o.body.replayable():
 		return 0, "", why(ErrBodyNotReplayable)
-	case v.inProgress && o.waits >= p.MaxInProgress:
+	case v.inProgress && int(o.waits) >= p.MaxInProgress:
 		return 0, "", ErrInProgress
 	case v.again == afterPrepare || v.again == withoutExpect:
-		if o.counted >= p.MaxAttempts {
+		if int(o.counted) >= p.MaxAttempts {
 			return 0, "", nil // the answer is final as it is
 		}
 		o.change(v.again)
 		return 0, waitAtOnce, nil
-	case !v.inProgress && o.counted >= p.MaxAttempts:
+	case !v.inProgress && int(o.counted) >= p.MaxAttempts:
 		return 0, "", ErrAttemptsExhausted
 	case v.again == onNewConnection && !o.chance.reconnected:
 		o.change(v.again)
@@ -95,11 +99,11 @@ func (o *operation) plan(r *result, v ruling) (wait time.Duration, from string, 
 		wait, from = waitAfter(r, v, p, sample, spread())
 	}
 	now := time.Now()
-	if r.asked && r.retryAfter > p.MaxRetryAfter {
+	if deadline, ok := o.Deadline(); ok && wait > 0 && wait >= deadline.Sub(now) {
+		o.ended = context.DeadlineExceeded
 		return 0, "", why(ErrRetryAfterTooLong)
 	}
-	if deadline, ok := o.ctx.Deadline(); ok && wait > 0 && wait >= deadline.Sub(now) {
-		o.ended = context.DeadlineExceeded
+	if r.asked && r.retryAfter > p.MaxRetryAfter {
 		return 0, "", why(ErrRetryAfterTooLong)
 	}
 	if p.MaxElapsed > 0 && saturatingAdd(now.Sub(o.started), wait) > p.MaxElapsed {
@@ -116,8 +120,8 @@ func (o *operation) plan(r *result, v ruling) (wait time.Duration, from string, 
 		if !ok {
 			return 0, "", ErrBudgetExhausted
 		}
-		o.took += took
-		o.lastTook = took
+		o.took += int32(took)
+		o.lastTook = int32(took)
 	}
 	o.uncounted = v.inProgress
 	o.offPool = r.leaveThePool
@@ -141,8 +145,8 @@ func (o *operation) circumstances() circumstances {
 	return circumstances{
 		keyed:      o.keyed,
 		repeatable: o.repeatable,
-		sentBefore: o.keyed && (!o.minted || len(o.report.Attempts) > 0),
-		canPrepare: o.t.Prepare != nil && !o.chance.prepared && o.target == o.home,
+		sentBefore: o.keyed && (!o.minted || mayHaveSent(o.report.Attempts)),
+		canPrepare: o.t.Prepare != nil && !o.chance.prepared && !o.abroad(),
 		canExpect:  !o.chance.expectDropped && o.req.Header.Get("Expect") != "",
 	}
 }
@@ -160,15 +164,15 @@ func (o *operation) sleep(d time.Duration) error {
 	case <-timer.C:
 		o.lastTook = 0
 		return nil
-	case <-o.ctx.Done():
+	case <-o.Done():
 		return o.cancelled()
 	}
 }
 
 // cancelled is the cause with which the caller's context ended.
 func (o *operation) cancelled() error {
-	o.ended = o.ctx.Err()
-	return context.Cause(o.ctx)
+	o.ended = o.Err()
+	return context.Cause(o.Context)
 }
 
 // generator makes the waits of one operation; it is made at the first wait.
@@ -186,6 +190,7 @@ func (g *generator) next(p *Policy) time.Duration {
 // note writes the attempt into the report.
 func (o *operation) note(r *result, v ruling) {
 	a := o.now
+	a.noted = true
 	if !o.uncounted {
 		o.counted++
 	}
@@ -195,7 +200,7 @@ func (o *operation) note(r *result, v ruling) {
 		e = elsewhere
 	}
 	entry := Attempt{
-		N:        max(o.counted, 1),
+		N:        max(int(o.counted), 1),
 		Start:    a.start,
 		Took:     time.Since(a.start),
 		Status:   r.status,
@@ -207,15 +212,18 @@ func (o *operation) note(r *result, v ruling) {
 	if a.header != nil && o.t.dialect.RequestID != "" {
 		entry.RequestID = a.header.Get(o.t.dialect.RequestID)
 	}
+	if o.report.Attempts == nil {
+		o.report.Attempts = o.firstEntry[:0]
+	}
 	o.report.Attempts = append(o.report.Attempts, entry)
 	o.report.Sends += a.sends(r)
 	o.report.Replayed = r.marks&markReplay != 0
 	if a.reference != "" && e == done {
 		o.report.Reference = a.reference
 	}
-	o.lastErr, o.failed = r.err, v.failure
+	o.failed = v.failure
 	if h := o.t.Hooks.AttemptDone; h != nil {
-		h(a.hookCtx, &o.report, entry)
+		h(a.outer, &o.report, entry)
 	}
 }
 
@@ -223,7 +231,7 @@ func (o *operation) noteWait(wait time.Duration, from string) {
 	last := &o.report.Attempts[len(o.report.Attempts)-1]
 	last.Wait, last.WaitFrom = wait, from
 	if h := o.t.Hooks.Waiting; h != nil {
-		h(o.ctx, &o.report, *last)
+		h(o.Context, &o.report, *last)
 	}
 }
 
@@ -241,19 +249,28 @@ func (o *operation) end(resp *http.Response, reason error) (*http.Response, erro
 	if resp != nil {
 		o.handOver(resp)
 	}
-	if target, _ := o.ctx.Value(reportTarget{}).(*Report); target != nil {
+	if target, _ := o.Context.Value(reportTarget{}).(*Report); target != nil {
 		*target = *r
 	}
 	if h := o.t.Hooks.Done; h != nil {
-		h(o.ctx, r)
+		h(o.Context, r)
 	}
 	if resp != nil {
 		return resp, nil
 	}
-	return nil, &Error{
-		Report: *r, Last: o.lastErr, ended: o.ended, secrets: secretsOf(o.req),
-		StatusCode: o.lost.status, Header: o.lost.header, Body: o.lost.body,
+	return nil, o.failure()
+}
+
+// failure is the Error of an operation that ends without an answer.
+func (o *operation) failure() *Error {
+	e := &Error{Report: o.report, ended: o.ended, secrets: secretsOf(o.req)}
+	if o.now != nil && o.now.noted {
+		e.Last = e.Attempts[len(e.Attempts)-1].Err
 	}
+	if o.lost != nil {
+		e.StatusCode, e.Header, e.Body = o.lost.status, o.lost.header, o.lost.body
+	}
+	return e
 }
 
 // settle gives tokens back to the budget.
@@ -262,10 +279,10 @@ func (o *operation) settle(answered bool) {
 	switch {
 	case budget == nil: // the policy is invalid
 	case answered && !o.failed && o.took > 0:
-		budget.give(o.target, o.took)
+		budget.give(o.target, int(o.took))
 	case answered && !o.failed && o.counted == 1 && len(o.report.Attempts) == 1:
 		budget.give(o.target, 1)
 	default:
-		budget.give(o.target, o.lastTook)
+		budget.give(o.target, int(o.lastTook))
 	}
 }

@@ -90,7 +90,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	if t.isInner(req) {
 		return t.base.RoundTrip(req)
 	}
-	o := &operation{t: t, req: req, ctx: req.Context()}
+	o := &operation{Context: req.Context(), t: t, req: req}
 	defer o.leave()
 	if err := o.begin(); err != nil {
 		return o.end(nil, err)
@@ -135,7 +135,7 @@ func (t *Transport) isInner(req *http.Request) bool {
 	if ok && outer.keyed {
 		return key == outer.report.Key
 	}
-	return ok == outer.keyed && method(req) == outer.method && urlOf(req.URL) == urlOf(outer.req.URL)
+	return ok == outer.keyed && method(req) == outer.method() && urlOf(req.URL) == urlOf(outer.req.URL)
 }
 
 // layer finds the operation whose attempt a context belongs to; origin hops
@@ -144,19 +144,6 @@ type (
 	layer struct{}
 	hop   struct{}
 )
-
-// answerContext is the context of resp.Request: the caller's, and the report.
-type answerContext struct {
-	context.Context
-	o *operation
-}
-
-func (c *answerContext) Value(key any) any {
-	if key == (hop{}) {
-		return c.o
-	}
-	return c.Context.Value(key)
-}
 
 // operationOf finds the operation that resp answered.
 func operationOf(resp *http.Response) *operation {
@@ -167,56 +154,66 @@ func operationOf(resp *http.Response) *operation {
 	return o
 }
 
-// operation is one RoundTrip, from the choice of the key to the report.
+// operation is one RoundTrip, from the choice of the key to the report. It is
+// the caller's context with the report in it: the context of resp.Request. It
+// is one piece of memory for the common case, a first attempt that succeeds;
+// what only others need is behind a pointer.
 type operation struct {
+	context.Context
 	t   *Transport
 	req *http.Request
-	ctx context.Context
 
-	method     string
-	target     origin // of this request
-	home       origin // of the operation's first request
+	target     origin  // of this request
+	home       *origin // of the operation's first request, where that is another
 	scope      string
-	keyed      bool   // the request carries a key
-	minted     bool   // made for this call: nobody can have used it before
+	keyed      bool // the request carries a key
+	minted     bool // made for this call: nobody can have used it before
+	repeatable bool // keyed, or a method that may be repeated by definition
+	afterWrite bool // the GET that follows a write
+	isHop      bool // it goes on after a redirect
+	inGate     bool // it has the turn of its key
+	uncounted  bool // the next attempt does not count
+	failed     bool // the last attempt was a failure of the origin
+	offPool    bool // the next attempt needs a connection of its own
+	chance     chances
 	onWire     string // the key as it goes out
-	repeatable bool   // keyed, or a method that may be repeated by definition
-	afterWrite bool   // the GET that follows a write
+	fresh      uuid.UUID
 
 	body    body
 	request *fingerprint // nil for minted keys, which meet nobody
 	cell    *cell
-	gate    gateKey
-	inGate  bool
 
 	started   time.Time
 	firstSend time.Time // of the key, as far as known
-	counted   int       // attempts that count
-	waits     int       // waits for an operation in progress
-	took      int       // tokens taken from the budget
-	lastTook  int       // by the retry that is being waited for
-	uncounted bool      // the next attempt does not count
-	failed    bool      // the last attempt was a failure of the origin
-	isHop     bool      // it goes on after a redirect
-	chance    struct{ prepared, expectDropped, reconnected bool }
-	offPool   bool // the next attempt needs a connection of its own
-	again     again
+	counted   int32     // attempts that count
+	waits     int32     // waits for an operation in progress
+	took      int32     // tokens taken from the budget
+	lastTook  int32     // by the retry that is being waited for
 	waitGen   generator
 
-	now     *attempt // the running or last attempt
-	first   attempt
-	resp    *http.Response // its answer, if it is still open
-	lost    lastAnswer     // its answer, if it was read and discarded
-	lastErr error
-	ended   error // the caller's ctx.Err(), or DeadlineExceeded
+	now   *attempt // the running or last attempt
+	first attempt
+	resp  *http.Response // its answer, if it is still open
+	lost  *lastAnswer    // its answer, if it was read and discarded
+	ended error          // the caller's ctx.Err(), or DeadlineExceeded
 
 	report     Report
 	firstEntry [1]Attempt
 
 	answerReq http.Request
-	answerCtx answerContext
 	answer    answerBody
 }
+
+// Value finds the operation that a response answered.
+func (o *operation) Value(key any) any {
+	if key == (hop{}) {
+		return o
+	}
+	return o.Context.Value(key)
+}
+
+// chances that came and went; each comes once.
+type chances struct{ prepared, expectDropped, reconnected bool }
 
 type lastAnswer struct {
 	status int
@@ -229,22 +226,20 @@ type lastAnswer struct {
 func (o *operation) begin() error {
 	t, req := o.t, o.req
 	o.body.own.rc = req.Body
-	o.method = method(req)
-	o.minted = !o.named()
-	if t.invalid != nil {
-		return t.invalid
+	err := t.invalid
+	if err == nil {
+		err = checkRequest(req)
 	}
-	if err := checkRequest(req); err != nil {
+	if err != nil {
+		o.minted = !o.named()
 		return err
 	}
 	o.started = time.Now()
 	o.target = originOf(req.URL)
-	o.home = o.target
 	if t.Scope != nil {
 		o.scope = t.Scope(req)
 	}
 	previous := operationOf(req.Response)
-	var err error
 	switch {
 	case previous == nil:
 		err = o.chooseKey()
@@ -256,9 +251,9 @@ func (o *operation) begin() error {
 	if err != nil {
 		return err
 	}
-	o.repeatable = o.keyed || repeatable(o.method)
-	if err := context.Cause(o.ctx); err != nil {
-		o.ended = o.ctx.Err()
+	o.repeatable = o.keyed || repeatable(o.method())
+	if err := context.Cause(o.Context); err != nil {
+		o.ended = o.Err()
 		return err
 	}
 	if err := o.body.take(req, t.policy.MaxRequestBuffer); err != nil {
@@ -272,10 +267,10 @@ func (o *operation) begin() error {
 
 // named reports whether the caller, or the code between, brought a key.
 func (o *operation) named() bool {
-	if o.ctx.Value(noKey{}) != nil || o.t.dialect.Header == "" {
+	if o.Context.Value(noKey{}) != nil || o.t.dialect.Header == "" {
 		return false
 	}
-	if operationOf(o.req.Response) != nil || o.ctx.Value(operationCell{}) != nil || o.ctx.Value(keyCell{}) != nil {
+	if operationOf(o.req.Response) != nil || o.Context.Value(operationCell{}) != nil || o.Context.Value(keyCell{}) != nil {
 		return true
 	}
 	_, ok, _ := headerKey(o.req.Header, &o.t.dialect)
@@ -299,11 +294,11 @@ func checkRequest(req *http.Request) error {
 // chooseKey takes the first key that applies.
 func (o *operation) chooseKey() error {
 	d := &o.t.dialect
-	if !d.keys(o.method) || o.ctx.Value(noKey{}) != nil {
+	if !d.keys(o.method()) || o.Context.Value(noKey{}) != nil {
 		o.minted = true
 		return nil
 	}
-	if c, _ := o.ctx.Value(operationCell{}).(*cell); c != nil {
+	if c, _ := o.Context.Value(operationCell{}).(*cell); c != nil {
 		o.report.Operation = c.op
 		if err := c.op.check(o.started); err != nil {
 			return err
@@ -318,7 +313,7 @@ func (o *operation) chooseKey() error {
 		o.cell = c
 		return o.setKey(written(u, d.MaxKey), "operation")
 	}
-	if c, _ := o.ctx.Value(keyCell{}).(*cell); c != nil {
+	if c, _ := o.Context.Value(keyCell{}).(*cell); c != nil {
 		if err := checkKey(c.key, "WithKey", d); err != nil {
 			o.minted = true // such a key was never sent
 			return err
@@ -334,12 +329,11 @@ func (o *operation) chooseKey() error {
 	if ok {
 		return o.setKey(key, "header")
 	}
-	u, err := uuid.NewRandom()
-	if err != nil {
-		return keyInvalid("random source", "failed: %v", err)
-	}
 	o.minted = true
-	return o.setKey(written(u, d.MaxKey), "minted")
+	if err := randomUUID(&o.fresh); err != nil {
+		return err
+	}
+	return o.setKey(written(o.fresh, d.MaxKey), "minted")
 }
 
 func (o *operation) setKey(key, from string) error {
@@ -366,9 +360,8 @@ func (o *operation) claimKey() error {
 			}
 		}
 	}
-	o.gate = gateKey{o.scope, o.report.Key}
-	if err := o.t.gates.enter(o.ctx, o.gate, o.request); err != nil {
-		o.ended = o.ctx.Err()
+	if err := o.t.gates.enter(o.Context, o.gate(), o.request); err != nil {
+		o.ended = o.Err()
 		return err
 	}
 	o.inGate = true
@@ -391,11 +384,11 @@ func (o *operation) continues(previous *operation) bool {
 		return false
 	}
 	status := o.req.Response.StatusCode
-	return o.method == previous.method &&
+	return o.method() == previous.method() &&
 		(status == http.StatusTemporaryRedirect || status == http.StatusPermanentRedirect || !previous.writes())
 }
 
-func (o *operation) writes() bool { return o.keyed || !safe(o.method) }
+func (o *operation) writes() bool { return o.keyed || !safe(o.method()) }
 
 // follow goes on with the operation that was redirected.
 func (o *operation) follow(previous *operation) error {
@@ -423,7 +416,10 @@ func (o *operation) extend(previous *operation) {
 
 func (o *operation) inherit(previous *operation) {
 	o.isHop, o.uncounted = true, true
-	o.home, o.minted = previous.home, previous.minted
+	o.minted = previous.minted
+	if o.home = previous.home; o.home == nil {
+		o.home = &previous.target
+	}
 	o.started, o.firstSend = previous.started, previous.firstSend
 	o.counted, o.waits, o.took, o.chance = previous.counted, previous.waits, previous.took, previous.chance
 	o.waitGen = previous.waitGen
@@ -436,9 +432,17 @@ func (o *operation) inherit(previous *operation) {
 func (o *operation) leave() {
 	if o.inGate && !o.answer.holdsGate {
 		o.inGate = false
-		o.t.gates.leave(o.gate)
+		o.t.gates.leave(o.gate())
 	}
 }
+
+func (o *operation) method() string { return method(o.req) }
+
+func (o *operation) gate() gateKey { return gateKey{o.scope, o.report.Key} }
+
+// abroad reports whether the request goes to another origin than the
+// operation's first one.
+func (o *operation) abroad() bool { return o.home != nil && *o.home != o.target }
 
 // copyHeader is the attempt's own copy of the caller's header, with one value
 // of the key. The values are copied into the attempt, so that nothing that a
@@ -472,7 +476,7 @@ func (o *operation) copyHeader(a *attempt) http.Header {
 // ownsKeyHeader reports whether the caller's key header is replaced or taken
 // off. On a method that gets no key it is left alone.
 func (o *operation) ownsKeyHeader() bool {
-	return o.keyed || o.afterWrite || o.ctx.Value(noKey{}) != nil
+	return o.keyed || o.afterWrite || o.Context.Value(noKey{}) != nil
 }
 
 func repeatable(method string) bool {
