@@ -1,0 +1,99 @@
+// Package fakeserver is a payment and booking server with real idempotency semantics, made to be broken: it has a ledger
+// of what really happened, and faults that strike before or after it happened.
+//
+//	s := fakeserver.New()
+//	defer s.Close()
+//	s.Inject(fakeserver.Fault{Kind: fakeserver.Reset, Point: fakeserver.AfterEffect, Send: 1})
+//	// ... the client under test pays, at s.URL(), through s.Client().Transport ...
+//	s.Effects(fakeserver.Filter{Key: "order-1"}) // must be one payment
+//	s.Sends(fakeserver.Filter{Key: "order-1"})   // what the client sent for it
+//
+// [New] listens on a real loopback socket. [NewInMemory] runs the same http.Server over connections in memory; made, used
+// and closed inside a testing/synctest bubble, hours of waiting take milliseconds.
+//
+// # Routes
+//
+//	POST   /v1/payments                                {"amount":1999,"currency":"usd","reference":"order-1","source":"tok_visa"}
+//	GET    /v1/payments?reference=order-1
+//	GET    /v1/payments/{id}
+//	POST   /v1/payments/{id}/refunds                   {"amount":500,"reference":"r-1"}
+//	POST   /v1/hotels/{hotel_id}/reservations          {"room_type":"double","guest":"Ada","reference":"trip-1","nights":2}
+//	GET    /v1/hotels/{hotel_id}/reservations/{id}
+//	DELETE /v1/hotels/{hotel_id}/reservations/{id}
+//	POST   /v1/uploads                                 any body of any size
+//
+// Amounts are in minor units; [DeclinedAmount] and the source "tok_declined" are declined with 402. A reference is the
+// caller's own name for the thing, and optional. Every refusal is an RFC 9457 problem whose type ends in what happened:
+// card-declined (402), refund-too-large, sold-out (422), invalid-request (400, with errors naming the fields),
+// body-too-large (413, above 1 MiB), not-found (404), method-not-allowed (405), injected-fault.
+//
+// # Idempotency
+//
+// A POST needs a key of 1 to 255 bytes without control characters: idempotency-key-missing, idempotency-key-invalid (400).
+// The key belongs to its caller (the Authorization header) and its endpoint (method and path). It is reserved in the same
+// locked step as the effect. While the first request with it runs, others get idempotency-key-in-use (409 with
+// Retry-After); another query or body gets idempotency-key-reused (422); otherwise the stored answer is replayed with the
+// same status, headers and body, and Idempotent-Replay: true. Stored are successes and answers that will not change (402,
+// 404 and 422 of an operation); a 400 and a 413 are not, and a failure before the effect frees the key. Once an effect
+// began, neither a fault nor a client that leaves can undo it or its stored answer. Keys are forgotten after
+// [Settings].Retention; then the same key is a new one. GET and DELETE take no notice of keys. [Settings] change all this.
+//
+// # Faults
+//
+// A send meets at most one [Fault]: the step of a [Server.Script], or else the first match among those of [Server.Inject].
+// An answer that a fault spoils may also be a replay: "yes" in the table means that the effect has happened by then,
+// now or earlier. Without a point the first one listed for a kind is meant.
+//
+//	kind            point            effect  the client sees
+//	reset           before-effect    no      connection reset; Bytes: while it sends the body
+//	                after-effect     yes     connection reset
+//	close           before-effect    no      EOF; Bytes: while it sends the body
+//	                after-effect     yes     EOF
+//	hang            before-effect    no      nothing, until it gives up
+//	                after-effect     yes     nothing, until it gives up
+//	status          before-effect    no      any status, any Retry-After
+//	                after-effect     yes     the same; the true answer is replayed later
+//	html            before-effect    no      a gateway's page, 502 or any other status
+//	                after-effect     yes     the same, 200 for example
+//	redirect        before-effect    no      301, 302, 303, 307, 308
+//	                after-effect     yes     303 to the new resource
+//	early-answer    before-effect    no      an answer while it still sends the body; then the connection ends
+//	slow-read       before-effect    yes     a body that is not taken, no 100 Continue; then the answer
+//	stored-failure  after-effect     yes     a 5xx, and the same 5xx replayed for ever
+//	                before-effect    no      the same
+//	slow            during-effect    yes     an answer after Delay; meanwhile others of the key get 409
+//	stuck           during-effect    no      EOF; then 409 until Delay has passed
+//	duplicate       before-effect    once    its answer; another copy arrives at the same time
+//	                after-effect     once    its answer; another copy arrives later
+//	                during-effect    once    the 409 of the copy, while the first still runs for Delay
+//	late            after-effect     yes     the answer after Delay
+//	                in-body          yes     headers at once, the body after Delay
+//	trickle         in-body          yes     a byte of the body every Delay
+//	                in-headers       yes     a byte of the whole answer every Delay
+//	cut-headers     in-headers       yes     a malformed answer or an unexpected EOF
+//	cut-body        in-body          yes     status and headers, then an unexpected EOF
+//	garbage         after-effect     yes     a malformed answer
+//	                before-effect    no      the same
+//	flood           after-effect     yes     103 Early Hints without end
+//	                before-effect    no      the same
+//	endless         before-effect    no      a status and a body without end
+//	                after-effect     yes     the same
+//	stale           after-answer     yes     its answer; the next request on the connection dies unheard
+//
+// Refused connections are not faults of a send: see [Server.Refuse]. [Mixed] and [Storm] are ready mixes for load tests.
+//
+// # What it does not do
+//
+//   - No HTTP/2, no TLS, no proxy: GOAWAY, REFUSED_STREAM, certificate and CONNECT faults need another server.
+//   - No packets: no SYN black hole, no loss, no reordering, no bandwidth. In memory a reset is an error value and the
+//     window is 64 KiB.
+//   - Nothing survives Close. There is no disk, no replica and no restart to lose keys in.
+//   - Credentials are told apart but never checked, and every caller sees every payment.
+//   - Effects are atomic: there is no half-done one, and no rollback.
+//   - The JSON routes take no notice of Content-Type, unknown fields, or the key order of a body: two spellings of one
+//     object are two payloads.
+//   - A payment stays succeeded; there is no capture, dispute or event, and no overbooking by date: a room is free or not.
+//   - The network re-delivers only by a duplicate fault, and a request lost to a stale connection is not among the sends.
+//   - The delays of faults follow time.Now (virtual or real), never [Server.Advance].
+//   - Keys, sends and effects are kept in memory without a limit; [Settings].ForgetHeaders saves most of it.
+package fakeserver

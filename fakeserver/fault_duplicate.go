@@ -1,0 +1,89 @@
+package fakeserver
+
+// The fault of a network that delivers a request twice.
+
+func (x *exchange) runTwice() answer {
+	s, again := x.s, x.q.copy()
+	switch x.fault.Point {
+	case DuringEffect:
+		return x.runImpatient(again)
+	case AfterEffect:
+		a := s.execute(x.q, nil)
+		if x.fault.Delay == 0 {
+			s.deliver(again)
+		} else if s.begin() {
+			go func() {
+				defer s.leave()
+				if s.wait(x.fault.Delay, nil) {
+					s.deliver(again)
+				}
+			}()
+		}
+		return a
+	default:
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			s.deliver(again)
+		}()
+		a := s.execute(x.q, nil)
+		<-ended // so that whoever has the answer finds the copy in the list; it does not wait for anything
+		return a
+	}
+}
+
+// runImpatient leaves the first copy running and gives the client what the second one gets.
+func (x *exchange) runImpatient(again *request) answer {
+	s := x.s
+	s.mu.Lock()
+	rec, a, proceed := s.claim(x.q)
+	if proceed && rec != nil {
+		rec.running = true
+	}
+	s.mu.Unlock()
+	switch {
+	case proceed && s.begin():
+		go func() {
+			defer s.leave()
+			open := s.wait(x.fault.Delay, nil)
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if open {
+				s.finish(x.q, rec, nil)
+			} else {
+				s.forget(x.q, rec)
+			}
+		}()
+	case proceed:
+		return answer{none: true}
+	default:
+		s.deliver(again)
+		return a
+	}
+	return s.deliver(again)
+}
+
+// copy is the same request as another delivery.
+func (q *request) copy() *request {
+	c := *q
+	c.send = &Send{
+		Key: q.key, Keys: q.send.Keys, KeySend: q.send.KeySend,
+		Method: q.send.Method, Path: q.send.Path, Endpoint: q.send.Endpoint, Caller: q.caller, Reference: q.reference,
+		Header: q.send.Header, ContentLength: q.send.ContentLength, TransferEncoding: q.send.TransferEncoding,
+		BodyLen: q.bodyLen, BodySHA256: q.bodySum, Duplicate: true,
+	}
+	c.understand() // the action of the original knows the original's send
+	return &c
+}
+
+// deliver lists the copy and executes it.
+func (s *Server) deliver(q *request) answer {
+	s.mu.Lock()
+	s.list(q.send)
+	s.mu.Unlock()
+	a := s.execute(q, nil)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	q.send.Status = a.status
+	return a
+}

@@ -1,0 +1,184 @@
+package fakeserver
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"io"
+	"math/rand"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+func sha256Of(s string) string {
+	sum := sha256.Sum256([]byte(s))
+	return hex.EncodeToString(sum[:])
+}
+
+func TestPaymentIsMadeReadAndListed(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		made := pay("order-1").send(s)
+		require.Equal(t, 201, made.status)
+		require.Equal(t, "/v1/payments/pay_1", made.header.Get("Location"))
+		require.Equal(t, "payment", made.field(t, "object"))
+		require.Equal(t, "succeeded", made.field(t, "status"))
+		require.Equal(t, 1999.0, made.field(t, "amount"))
+		require.Equal(t, made.body, call{method: "GET", path: "/v1/payments/pay_1"}.send(s).body)
+		list := call{method: "GET", path: "/v1/payments?reference=order-1"}.send(s)
+		require.Len(t, list.field(t, "data"), 1)
+		none := call{method: "GET", path: "/v1/payments?reference=order-9"}.send(s)
+		require.Equal(t, []any{}, none.field(t, "data"))
+		requireProblem(t, call{method: "GET", path: "/v1/payments"}.send(s), 400, "invalid-request")
+		requireProblem(t, call{method: "GET", path: "/v1/payments/pay_2"}.send(s), 404, "not-found")
+
+		e := s.Effects()
+		require.Len(t, e, 1)
+		require.Equal(t, "payment", e[0].Kind)
+		require.Equal(t, "order-1", e[0].Reference)
+		require.EqualValues(t, 1999, e[0].Amount)
+		require.Equal(t, 1, e[0].Send)
+	})
+}
+
+func TestDeclinedSourceHasNoEffect(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		c := call{method: "POST", path: "/v1/payments", key: "k", body: `{"amount":5,"currency":"eur","source":"tok_declined"}`}
+		requireProblem(t, c.send(s), 402, "card-declined")
+		require.Empty(t, s.Effects())
+	})
+}
+
+func TestRefundsNeverExceedThePayment(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		require.Equal(t, 201, pay("order-1").send(s).status)
+		var group sync.WaitGroup
+		for i := range 8 {
+			group.Go(func() {
+				call{method: "POST", path: "/v1/payments/pay_1/refunds", key: "r-" + strconv.Itoa(i), body: `{"amount":500,"reference":"r"}`}.send(s)
+			})
+		}
+		group.Wait()
+		require.Len(t, s.Effects(Filter{Kind: "refund"}), 3)
+		over := call{method: "POST", path: "/v1/payments/pay_1/refunds", key: "r-9", body: `{"amount":500}`}.send(s)
+		requireProblem(t, over, 422, "refund-too-large")
+		require.Equal(t, 499.0, over.field(t, "refundable"))
+	})
+}
+
+func TestWrongBodiesNameTheField(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		for body, field := range map[string]string{
+			`{"currency":"usd"}`:                              "amount",
+			`{"amount":-1,"currency":"usd"}`:                  "amount",
+			`{"amount":1.5,"currency":"usd"}`:                 "amount",
+			`{"amount":"1","currency":"usd"}`:                 "amount",
+			`{"amount":1}`:                                    "currency",
+			`{"amount":1,"currency":"dollars"}`:               "currency",
+			`{"amount":1,"currency":"u1d"}`:                   "currency",
+			`{"amount":1,"currency":"usd","reference":["x"]}`: "reference",
+			`{"amount":1`:                                     "",
+			`[]`:                                              "",
+			``:                                                "",
+		} {
+			r := call{method: "POST", path: "/v1/payments", key: "k", body: body}.send(s)
+			requireProblem(t, r, 400, "invalid-request")
+			errs := r.field(t, "errors").([]any)
+			require.Equal(t, field, errs[0].(map[string]any)["field"], body)
+			require.NotContains(t, r.body, "struct", "no Go types in answers")
+		}
+		r := call{method: "POST", path: "/v1/hotels/ritz/reservations", key: "k", body: `{"nights":366}`}.send(s)
+		require.Len(t, r.field(t, "errors"), 3)
+		require.Empty(t, s.Effects())
+	})
+}
+
+func TestBodyOverOneMiBIsRefused(t *testing.T) {
+	inBothWorlds(t, func(t *testing.T, s *Server) {
+		big := pay("k")
+		big.body = `{"amount":1,"currency":"usd","reference":"` + strings.Repeat("x", maxBody) + `"}`
+		requireProblem(t, big.send(s), 413, "body-too-large")
+		require.Empty(t, s.Effects())
+		require.Equal(t, 201, pay("k").send(s).status)
+	})
+}
+
+func TestSixtyFourGuestsRaceForOneRoom(t *testing.T) {
+	inBothWorlds(t, func(t *testing.T, s *Server) {
+		s.SetRooms("ritz", "double", 1)
+		var group sync.WaitGroup
+		var mu sync.Mutex
+		statuses := map[int]int{}
+		for i := range 64 {
+			group.Go(func() {
+				r := book("guest-" + strconv.Itoa(i)).send(s)
+				mu.Lock()
+				defer mu.Unlock()
+				statuses[r.status]++
+			})
+		}
+		group.Wait()
+		require.Len(t, s.Effects(Filter{Kind: "reservation"}), 1)
+		require.Zero(t, s.Rooms("ritz", "double"))
+		require.Equal(t, map[int]int{201: 1, 422: 63}, statuses)
+	})
+}
+
+func TestSoldOutIsStoredEvenWhenARoomComesFree(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		s.SetRooms("ritz", "double", 0)
+		requireProblem(t, book("trip-1").send(s), 422, "sold-out")
+		s.SetRooms("ritz", "double", 1)
+		requireReplay(t, s, book("trip-1"))
+		require.Equal(t, 1, s.Rooms("ritz", "double"))
+	})
+}
+
+func TestCancellationGivesTheRoomBackOnce(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		require.Equal(t, 10, s.Rooms("ritz", "double"))
+		require.Zero(t, s.Rooms("ritz", "suite"))
+		made := book("trip-1").send(s)
+		require.Equal(t, 201, made.status)
+		require.Equal(t, 9, s.Rooms("ritz", "double"))
+		at := made.header.Get("Location")
+		require.Equal(t, made.body, call{method: "GET", path: at}.send(s).body)
+		requireProblem(t, call{method: "DELETE", path: "/v1/hotels/plaza/reservations/res_1"}.send(s), 404, "not-found")
+		require.Equal(t, 204, call{method: "DELETE", path: at}.send(s).status)
+		requireProblem(t, call{method: "DELETE", path: at}.send(s), 404, "not-found")
+		require.Equal(t, 10, s.Rooms("ritz", "double"))
+		require.Len(t, s.Effects(Filter{Kind: "cancellation", Reference: "trip-1"}), 1)
+		requireReplay(t, s, book("trip-1")) // the stored answer, although the reservation is gone
+	})
+}
+
+func TestLargeUploadStreamsAndReplays(t *testing.T) {
+	inBothWorlds(t, func(t *testing.T, s *Server) {
+		const size = 8 << 20
+		send := func(seed int64) *http.Response {
+			req, err := http.NewRequest("POST", s.URL()+"/v1/uploads", io.LimitReader(rand.New(rand.NewSource(seed)), size))
+			require.NoError(t, err)
+			req.Header.Set("Idempotency-Key", "file-1")
+			resp, err := s.Client().Do(req)
+			require.NoError(t, err)
+			_, err = io.Copy(io.Discard, resp.Body)
+			require.NoError(t, err)
+			require.NoError(t, resp.Body.Close())
+			return resp
+		}
+		require.Equal(t, 201, send(1).StatusCode)
+		require.Equal(t, "true", send(1).Header.Get("Idempotent-Replay"))
+		require.Equal(t, 422, send(2).StatusCode)
+		effects := s.Effects()
+		require.Len(t, effects, 1)
+		require.Equal(t, "upload", effects[0].Kind)
+		require.EqualValues(t, size, effects[0].Amount)
+		n := s.Sends()[0]
+		require.EqualValues(t, size, n.BodyLen)
+		require.EqualValues(t, -1, n.ContentLength)
+		require.Equal(t, []string{"chunked"}, n.TransferEncoding)
+	})
+}

@@ -1,0 +1,96 @@
+package fakeserver
+
+import (
+	"encoding/json"
+	"errors"
+	"net/http"
+	"strings"
+)
+
+// maxBody is the limit of a JSON body.
+const maxBody = 1 << 20
+
+// route is one endpoint. It is an http.Handler so that a ServeMux can find it and fill in the path values.
+type route struct {
+	server  *Server
+	pattern string
+	keyed   bool // wants an idempotency key and replays
+	stream  bool // the body is digested as it comes, and not kept
+	parse   func(*request)
+}
+
+func newRoutes(s *Server) *http.ServeMux {
+	mux := http.NewServeMux()
+	for _, r := range []route{
+		{pattern: "POST /v1/payments", keyed: true, parse: parsePayment},
+		{pattern: "GET /v1/payments", parse: parsePaymentList},
+		{pattern: "GET /v1/payments/{id}", parse: parsePaymentGet},
+		{pattern: "POST /v1/payments/{id}/refunds", keyed: true, parse: parseRefund},
+		{pattern: "POST /v1/hotels/{hotel_id}/reservations", keyed: true, parse: parseReservation},
+		{pattern: "GET /v1/hotels/{hotel_id}/reservations/{id}", parse: parseReservationGet},
+		{pattern: "DELETE /v1/hotels/{hotel_id}/reservations/{id}", parse: parseCancellation},
+		{pattern: "POST /v1/uploads", keyed: true, stream: true, parse: parseUpload},
+	} {
+		r.server = s
+		mux.Handle(r.pattern, &r)
+	}
+	return mux
+}
+
+func (r *route) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.server.exchange(r, w, req) }
+
+// serve finds the endpoint. What the mux would answer itself (404, 405 with Allow) becomes a problem body, and goes
+// through faults and the list of sends like everything else.
+func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
+	h, _ := s.routes.Handler(r)
+	if _, ok := h.(*route); ok {
+		s.routes.ServeHTTP(w, r)
+		return
+	}
+	said := verdict{header: http.Header{}}
+	h.ServeHTTP(&said, r)
+	a := problem(http.StatusNotFound, "not-found", "There is nothing at this path.", nil)
+	if said.status == http.StatusMethodNotAllowed {
+		a = problem(http.StatusMethodNotAllowed, "method-not-allowed", "This path does not take the method "+r.Method+".", nil)
+		a = a.with("Allow", said.header.Get("Allow"))
+	}
+	s.exchange(&route{server: s, parse: func(q *request) { q.wrong = &a }}, w, r)
+}
+
+// verdict takes what the mux says and keeps the status.
+type verdict struct {
+	header http.Header
+	status int
+}
+
+func (v *verdict) Header() http.Header         { return v.header }
+func (v *verdict) Write(p []byte) (int, error) { return len(p), nil }
+func (v *verdict) WriteHeader(status int)      { v.status = status }
+
+// decode reads a JSON object into v and names the field that does not fit. Unknown fields are ignored.
+func (q *request) decode(v any) bool {
+	err := json.Unmarshal(q.body, v)
+	var wrongType *json.UnmarshalTypeError
+	switch {
+	case err == nil:
+		return true
+	case errors.As(err, &wrongType) && wrongType.Field != "":
+		q.wrong = invalid(fieldError{wrongType.Field, "must be " + plain(wrongType.Type.Kind().String()) + ", not " + wrongType.Value})
+	case errors.As(err, &wrongType):
+		q.wrong = invalid(fieldError{"", "The body is not a JSON object but " + wrongType.Value + "."})
+	default:
+		q.wrong = invalid(fieldError{"", "The body is not JSON: " + err.Error()})
+	}
+	return false
+}
+
+func plain(kind string) string {
+	if strings.HasPrefix(kind, "int") {
+		return "an integer"
+	}
+	return "a " + kind
+}
+
+func notFound(what string) answer {
+	return problem(http.StatusNotFound, "not-found", "There is no such "+what+".", nil)
+}

@@ -1,0 +1,278 @@
+package fakeserver
+
+import (
+	"context"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"net/url"
+	"sync"
+	"time"
+)
+
+const (
+	memHost      = "fakeserver.test"
+	memOtherHost = "fakeserver-other.test" // not a subdomain: net/http would carry credentials over to one
+)
+
+// Server is the fake payment and booking server. Make one with [New], [Listen] or [NewInMemory], and Close it.
+// All its methods may be called from several goroutines.
+type Server struct {
+	http      http.Server
+	routes    *http.ServeMux
+	url       string
+	otherURL  string
+	listeners []net.Listener
+	mem       *memListener // nil = real sockets
+	client    *http.Client
+	done      chan struct{}  // closed by Close
+	running   sync.WaitGroup // accept loops, handlers, late copies
+
+	mu           sync.Mutex // guards everything below; never held while waiting, so virtual time can pass
+	closed       bool
+	settings     Settings
+	ahead        time.Duration // of time.Now
+	refusals     int
+	conns        int
+	hijacked     map[net.Conn]struct{}
+	transports   []*http.Transport
+	keys         map[scopedKey]*record
+	sends        []*Send
+	sendsByKey   map[string][]int
+	keySends     map[string]int
+	effects      []Effect
+	effectsByKey map[string][]int
+	faults       []*armed
+	scripts      map[string]*script
+	payments     payments
+	hotels       hotels
+	uploads      int
+}
+
+// New starts a server on a free port of 127.0.0.1. It panics only if it cannot listen there.
+func New() *Server {
+	s, err := Listen("127.0.0.1:0")
+	if err != nil {
+		panic(err)
+	}
+	return s
+}
+
+// Listen starts a server on addr (host:port); its second origin takes a free port of the same host.
+func Listen(addr string) (*Server, error) {
+	first, err := net.Listen("tcp", addr)
+	if err != nil {
+		return nil, listenError{err}
+	}
+	host, _, _ := net.SplitHostPort(first.Addr().String())
+	second, err := net.Listen("tcp", net.JoinHostPort(host, "0"))
+	if err != nil {
+		_ = first.Close()
+		return nil, listenError{err}
+	}
+	s := newServer()
+	s.url, s.otherURL = "http://"+first.Addr().String(), "http://"+second.Addr().String()
+	s.start(first, second)
+	return s, nil
+}
+
+type listenError struct{ err error }
+
+func (e listenError) Error() string { return "fakeserver: cannot listen: " + e.err.Error() }
+func (e listenError) Unwrap() error { return e.err }
+
+// NewInMemory starts the same http.Server over in-memory connections. Made, used and closed inside a testing/synctest
+// bubble it runs in virtual time. Only the transports of [Server.Transport] and [Server.Client] reach it.
+func NewInMemory() *Server {
+	s := newServer()
+	s.mem = newMemListener()
+	s.url, s.otherURL = "http://"+memHost, "http://"+memOtherHost
+	s.start(s.mem)
+	return s
+}
+
+func newServer() *Server {
+	s := &Server{
+		done:         make(chan struct{}),
+		settings:     Settings{}.filled(),
+		hijacked:     map[net.Conn]struct{}{},
+		keys:         map[scopedKey]*record{},
+		sendsByKey:   map[string][]int{},
+		keySends:     map[string]int{},
+		effectsByKey: map[string][]int{},
+		scripts:      map[string]*script{},
+		payments:     newPayments(),
+		hotels:       newHotels(),
+	}
+	s.routes = newRoutes(s)
+	s.http.Handler = http.HandlerFunc(s.serve)
+	s.http.ErrorLog = log.New(io.Discard, "", 0) // aborted exchanges are this server's trade, not news
+	s.http.ConnContext = func(ctx context.Context, _ net.Conn) context.Context {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.conns++
+		return context.WithValue(ctx, connNumber{}, s.conns)
+	}
+	return s
+}
+
+type connNumber struct{}
+
+func (s *Server) start(listeners ...net.Listener) {
+	s.listeners = listeners
+	for _, l := range listeners {
+		s.running.Add(1)
+		go func() {
+			defer s.running.Done()
+			_ = s.http.Serve(l) // ends with ErrServerClosed, by Close
+		}()
+	}
+	s.client = &http.Client{Transport: s.Transport()}
+}
+
+// URL is where the server is, without a trailing slash: "http://127.0.0.1:port", in memory "http://fakeserver.test".
+func (s *Server) URL() string { return s.url }
+
+// OtherURL is a second origin of the same server, for redirects that leave the first: another port, in memory another host.
+func (s *Server) OtherURL() string { return s.otherURL }
+
+// Client is a plain client that reaches the server: one transport of its own, no time limits, no retries.
+func (s *Server) Client() *http.Client { return s.client }
+
+// Transport makes a new transport that reaches the server at both of its origins. Close closes its idle connections.
+func (s *Server) Transport() *http.Transport {
+	t := &http.Transport{
+		DialContext:         s.dial,
+		MaxIdleConnsPerHost: 128, // the default of 2 would make a load test measure the dialling
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.transports = append(s.transports, t)
+	return t
+}
+
+func (s *Server) dial(ctx context.Context, network, addr string) (net.Conn, error) {
+	if !s.owns(addr) {
+		if s.mem != nil {
+			return nil, &net.DNSError{Err: "no such host", Name: addr, IsNotFound: true}
+		}
+		return new(net.Dialer).DialContext(ctx, network, addr)
+	}
+	if s.refuses() {
+		return nil, refused(dialAddr{network, addr})
+	}
+	if s.mem != nil {
+		return s.mem.dial(ctx)
+	}
+	return new(net.Dialer).DialContext(ctx, network, addr)
+}
+
+type dialAddr struct{ network, addr string }
+
+func (a dialAddr) Network() string { return a.network }
+func (a dialAddr) String() string  { return a.addr }
+
+func (s *Server) owns(addr string) bool {
+	if s.mem != nil {
+		host, _, err := net.SplitHostPort(addr)
+		return err == nil && (host == memHost || host == memOtherHost)
+	}
+	for _, own := range [...]string{s.url, s.otherURL} {
+		if u, err := url.Parse(own); err == nil && u.Host == addr {
+			return true
+		}
+	}
+	return false
+}
+
+// Refuse makes the next n connection attempts fail with ECONNREFUSED, in the transports handed out by this server.
+// Connections that already exist are not touched. It replaces an earlier number.
+func (s *Server) Refuse(n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.refusals = n
+}
+
+func (s *Server) refuses() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.refusals > 0 {
+		s.refusals--
+		return true
+	}
+	return false
+}
+
+// Advance moves the server's clock forward by d (backward if negative): retention and time stamps follow it, the
+// delays of faults do not. The clock otherwise runs with time.Now, so it follows virtual time too.
+func (s *Server) Advance(d time.Duration) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ahead += d
+}
+
+// now is the server's clock. s.mu is held.
+func (s *Server) now() time.Time { return time.Now().Add(s.ahead) }
+
+// Close ends the server: listeners, connections (also those that faults hold), running effects and the idle
+// connections of every transport handed out. It returns when all its handlers have ended. Later calls do nothing.
+// The ledger and the sends can still be read.
+func (s *Server) Close() {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		s.running.Wait()
+		return
+	}
+	s.closed = true
+	close(s.done)
+	transports := s.transports
+	s.mu.Unlock()
+
+	for _, l := range s.listeners {
+		_ = l.Close() // an accept loop that has not begun is not known to http.Server yet
+	}
+	_ = s.http.Close()
+	s.mu.Lock()
+	held := s.hijacked
+	s.hijacked = nil
+	s.mu.Unlock()
+	for c := range held {
+		_ = c.Close()
+	}
+	for _, t := range transports {
+		t.CloseIdleConnections()
+	}
+	s.running.Wait()
+}
+
+// begin says whether work may start; leave must follow. WaitGroup.Add and Wait meet under the lock.
+func (s *Server) begin() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return false
+	}
+	s.running.Add(1)
+	return true
+}
+
+func (s *Server) leave() { s.running.Done() }
+
+// wait sleeps for d. It is false if the server closed first, or if gone did (nil: nobody is asked).
+func (s *Server) wait(d time.Duration, gone <-chan struct{}) bool {
+	if d <= 0 {
+		return true
+	}
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-gone:
+		return false
+	case <-s.done:
+		return false
+	}
+}
