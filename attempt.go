@@ -189,6 +189,8 @@ func (a *attempt) prepare() error {
 	}
 	err := o.t.Prepare(&a.req)
 	a.req.GetBody = nil
+	a.asked.Store(0) // what Prepare sent under this context is no send of ours
+	a.got.Store(0)
 	defer func() {
 		for _, rc := range handed {
 			_ = rc.Close()

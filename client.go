@@ -1,6 +1,7 @@
 package idem
 
 import (
+	"context"
 	"errors"
 	"net/http"
 )
@@ -38,14 +39,15 @@ func (c *Client) StandardClient() *http.Client {
 func (c *Client) Do(req *http.Request) (*http.Response, error) {
 	t := c.http.Transport.(*Transport)
 	t.resolve()
-	if req == nil || req.URL == nil {
+	if req == nil || req.URL == nil || req.RequestURI != "" {
 		return t.refuse(req)
 	}
 	req, finish, err := withGetBody(req, t)
 	if err != nil {
 		return nil, err
 	}
-	resp, err := c.http.Do(req)
+	var last *operation
+	resp, err := c.http.Do(req.WithContext(context.WithValue(req.Context(), lastOperation{}, &last)))
 	finish(err == nil)
 	if err != nil {
 		var e *Error
@@ -53,8 +55,9 @@ func (c *Client) Do(req *http.Request) (*http.Response, error) {
 			return nil, e
 		}
 		e = &Error{Last: err, secrets: secretsOf(req)}
-		if r := ReportOf(resp); r != nil { // http.Client followed too many redirects
-			e.Report, e.StatusCode, e.Header = *r, resp.StatusCode, resp.Header
+		if last != nil { // http.Client could not follow a redirect, or followed too many
+			e.Report, e.Header = last.report, last.now.header
+			e.StatusCode = e.Attempts[len(e.Attempts)-1].Status
 		}
 		return nil, e
 	}
@@ -65,6 +68,10 @@ func (c *Client) Do(req *http.Request) (*http.Response, error) {
 	}
 	return resp, nil
 }
+
+// lastOperation is where the latest RoundTrip under a context leaves itself
+// for Do: http.Client drops the answer of a redirect that it cannot follow.
+type lastOperation struct{}
 
 // refuse ends a request that http.Client would not hand on.
 func (t *Transport) refuse(req *http.Request) (*http.Response, error) {

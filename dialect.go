@@ -371,12 +371,6 @@ func (d *document) at(pointer string) (string, bool) {
 	return "", false
 }
 
-// isJSON reports whether the answer says that it is JSON.
-func isJSON(h http.Header) bool {
-	t := mediaType(h)
-	return t == "application/json" || strings.HasSuffix(t, "+json")
-}
-
 func mediaType(h http.Header) string {
 	v := h["Content-Type"]
 	if len(v) == 0 {

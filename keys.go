@@ -308,6 +308,8 @@ func reused(first, second *fingerprint) error {
 	case first.shown != second.shown:
 	case first.scope != second.scope:
 		difference = ", in another scope"
+	case first.url != second.url:
+		difference = ", with another query"
 	default:
 		difference = ", with other content"
 	}

@@ -21,7 +21,7 @@ func (o *operation) run() (*http.Response, error) {
 		}
 		v := rule(&r, o.circumstances())
 		o.note(&r, v)
-		if r.err != nil && o.Err() != nil {
+		if r.err != nil && o.overdue() {
 			return o.end(nil, o.cancelled())
 		}
 		if v.verdict == Stop {
@@ -171,8 +171,18 @@ func (o *operation) sleep(d time.Duration) error {
 
 // cancelled is the cause with which the caller's context ended.
 func (o *operation) cancelled() error {
-	o.ended = o.Err()
+	if o.ended = o.Err(); o.ended == nil { // its deadline has come, its timer has not
+		o.ended = context.DeadlineExceeded
+		return o.ended
+	}
 	return context.Cause(o.Context)
+}
+
+// overdue reports whether the caller's context has ended or is about to:
+// http.Client arms a timer of its own for the instant of the deadline.
+func (o *operation) overdue() bool {
+	deadline, ok := o.Deadline()
+	return o.Err() != nil || ok && !time.Now().Before(deadline)
 }
 
 // generator makes the waits of one operation; it is made at the first wait.
@@ -251,6 +261,9 @@ func (o *operation) end(resp *http.Response, reason error) (*http.Response, erro
 	}
 	if target, _ := o.Context.Value(reportTarget{}).(*Report); target != nil {
 		*target = *r
+	}
+	if last, _ := o.Context.Value(lastOperation{}).(**operation); last != nil && resp != nil {
+		*last = o
 	}
 	if h := o.t.Hooks.Done; h != nil {
 		h(o.Context, r)

@@ -285,6 +285,8 @@ func checkRequest(req *http.Request) error {
 		return invalid("Request.URL", "has no scheme; it must be absolute")
 	case u.Host == "":
 		return invalid("Request.URL", "has no host; it must be absolute")
+	case req.RequestURI != "":
+		return invalid("Request.RequestURI", "is set; it belongs to requests that a server received")
 	case !isToken(method(req)):
 		return invalid("Request.Method", "is %q, which is not a method", req.Method)
 	}
