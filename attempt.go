@@ -377,7 +377,7 @@ func (a *attempt) read(resp *http.Response) result {
 	var cut error
 	switch limit := p.MaxResponseBuffer; {
 	case resp.StatusCode == http.StatusSwitchingProtocols:
-	case p.Classify != nil:
+	case p.Classify != nil && !endless(resp):
 		cut = a.buffer(max(limit, defaultBuffer))
 	case o.keyed && bufferable(resp, limit) && (looks || !retriedStatus(resp.StatusCode)):
 		cut = a.buffer(limit)
@@ -433,7 +433,7 @@ func (a *attempt) cut(err error) result {
 // bufferable answers have an end that can be waited for.
 func bufferable(resp *http.Response, limit int64) bool {
 	switch {
-	case limit < 0:
+	case limit < 0, endless(resp):
 		return false
 	case resp.ContentLength >= 0:
 		return resp.ContentLength <= limit
@@ -444,6 +444,20 @@ func bufferable(resp *http.Response, limit int64) bool {
 		return true
 	}
 	return strings.HasSuffix(t, "+json") || strings.HasSuffix(t, "+xml")
+}
+
+// endless answers are streams by their type: nobody knows when their next byte
+// comes.
+func endless(resp *http.Response) bool {
+	if resp.ContentLength >= 0 {
+		return false
+	}
+	switch mediaType(resp.Header) {
+	case "text/event-stream", "application/x-ndjson", "application/ndjson", "application/jsonl",
+		"application/json-seq", "application/stream+json", "multipart/x-mixed-replace":
+		return true
+	}
+	return false
 }
 
 // buffer reads up to limit bytes of the answer. The attempt's limit holds for

@@ -38,7 +38,7 @@ const (
 // origin is scheme, host and port.
 type origin struct{ scheme, host string }
 
-// bucket is the state of one origin. A full one is not kept.
+// bucket is the state of one origin.
 type bucket struct {
 	missing int       // tokens taken and not given back
 	probed  time.Time // when the last free probe went out
@@ -74,25 +74,26 @@ func (b *Budget) take(o origin, now time.Time) (took int, ok bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	next, took, ok := b.buckets[o].take(capacity, cost, now)
-	b.put(o, next)
+	b.put(o, next, now)
 	return took, ok
 }
 
 // give returns tokens to the origin's bucket, never above its capacity.
-func (b *Budget) give(o origin, tokens int) {
+func (b *Budget) give(o origin, tokens int, now time.Time) {
 	if tokens == 0 || b.Capacity < 0 {
 		return
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if have, ok := b.buckets[o]; ok { // a full bucket stays full
-		b.put(o, have.give(tokens))
+		b.put(o, have.give(tokens), now)
 	}
 }
 
-// put stores a bucket; mu must be held.
-func (b *Budget) put(o origin, next bucket) {
-	if next.missing == 0 {
+// put stores a bucket; mu must be held. A full one is dropped, but for a probe
+// that still has to be remembered.
+func (b *Budget) put(o origin, next bucket, now time.Time) {
+	if next.missing == 0 && now.Sub(next.probed) >= probeEvery {
 		delete(b.buckets, o)
 		return
 	}

@@ -56,7 +56,7 @@ func (c *Client) Do(req *http.Request) (*http.Response, error) {
 		}
 		e = &Error{Last: err, secrets: secretsOf(req)}
 		if last != nil { // http.Client could not follow a redirect, or followed too many
-			e.Report, e.Header = last.report, last.now.header
+			e.Report, e.Header = last.report.copy(), last.now.header
 			e.StatusCode = e.Attempts[len(e.Attempts)-1].Status
 		}
 		return nil, e

@@ -191,7 +191,7 @@ func (e *Error) LogValue() slog.Value {
 // errorOf makes an Error of an answer that ended an operation for a Reason;
 // it reads a prefix of the body and closes it.
 func errorOf(resp *http.Response, report *Report) *Error {
-	e := &Error{Report: *report, StatusCode: resp.StatusCode, Header: resp.Header}
+	e := &Error{Report: report.copy(), StatusCode: resp.StatusCode, Header: resp.Header}
 	e.Body, _ = io.ReadAll(io.LimitReader(resp.Body, maxErrorBody))
 	_ = resp.Body.Close()
 	if o := operationOf(resp); o != nil {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 )
@@ -75,6 +76,15 @@ type Report struct {
 	// Reference is the provider's id of the resource, where the dialect
 	// says in which place of the answer it stands; "": not known.
 	Reference string
+
+	shownReason string // Reason without what the request must keep to itself
+}
+
+// copy shares nothing with r.
+func (r *Report) copy() Report {
+	c := *r
+	c.Attempts = slices.Clone(r.Attempts)
+	return c
 }
 
 // Attempt is one pass at an operation: one call of the base RoundTripper.
@@ -152,7 +162,9 @@ func (r *Report) attrs() []slog.Attr {
 	}
 	reason, status, id, attempts := "", 0, "", 0
 	if r.Reason != nil {
-		reason = textOf(r.Reason)
+		if reason = r.shownReason; reason == "" {
+			reason = textOf(r.Reason)
+		}
 	}
 	if n := len(r.Attempts); n > 0 {
 		last := r.Attempts[n-1]

@@ -70,7 +70,8 @@ type Policy struct {
 	Backoff func() backoff.BackOff
 	// Classify may overrule the verdict on an attempt; see Verdict. It sees
 	// the answer (its body buffered up to MaxResponseBuffer, or 1 MiB where
-	// that is off, and rewound afterwards) or the error, never both. nil, and
+	// that is off, and rewound afterwards; that of an event stream is not read
+	// and empty there) or the error, never both. nil, and
 	// Undecided, mean the table in the package's documentation. A retry still
 	// needs a key or proof that nothing was sent, an attempt and budget.
 	Classify func(*http.Response, error) Verdict

@@ -85,7 +85,7 @@ func (o *operation) plan(r *result, v ruling) (wait time.Duration, from string, 
 			return 0, "", nil // the answer is final as it is
 		}
 		o.change(v.again)
-		return 0, waitAtOnce, nil
+		wait, from = 0, waitAtOnce
 	case !v.inProgress && int(o.counted) >= p.MaxAttempts:
 		return 0, "", ErrAttemptsExhausted
 	case v.again == onNewConnection && !o.chance.reconnected:
@@ -103,7 +103,7 @@ func (o *operation) plan(r *result, v ruling) (wait time.Duration, from string, 
 		o.ended = context.DeadlineExceeded
 		return 0, "", why(ErrRetryAfterTooLong)
 	}
-	if r.asked && r.retryAfter > p.MaxRetryAfter {
+	if r.asked && from != waitAtOnce && r.retryAfter > p.MaxRetryAfter {
 		return 0, "", why(ErrRetryAfterTooLong)
 	}
 	if p.MaxElapsed > 0 && saturatingAdd(now.Sub(o.started), wait) > p.MaxElapsed {
@@ -250,6 +250,9 @@ func (o *operation) noteWait(wait time.Duration, from string) {
 func (o *operation) end(resp *http.Response, reason error) (*http.Response, error) {
 	r := &o.report
 	r.Reason = reason
+	if reason != nil {
+		r.shownReason = redact(textOf(reason), secretsOf(o.req))
+	}
 	r.EarlierUnknown = earlierUnknown(r.Attempts)
 	if !o.afterWrite {
 		r.Outcome = fold(r.Attempts, o.minted)
@@ -260,7 +263,7 @@ func (o *operation) end(resp *http.Response, reason error) (*http.Response, erro
 		o.handOver(resp)
 	}
 	if target, _ := o.Context.Value(reportTarget{}).(*Report); target != nil {
-		*target = *r
+		*target = r.copy()
 	}
 	if last, _ := o.Context.Value(lastOperation{}).(**operation); last != nil && resp != nil {
 		*last = o
@@ -276,7 +279,7 @@ func (o *operation) end(resp *http.Response, reason error) (*http.Response, erro
 
 // failure is the Error of an operation that ends without an answer.
 func (o *operation) failure() *Error {
-	e := &Error{Report: o.report, ended: o.ended, secrets: secretsOf(o.req)}
+	e := &Error{Report: o.report.copy(), ended: o.ended, secrets: secretsOf(o.req)}
 	if o.now != nil && o.now.noted {
 		e.Last = e.Attempts[len(e.Attempts)-1].Err
 	}
@@ -288,14 +291,17 @@ func (o *operation) failure() *Error {
 
 // settle gives tokens back to the budget.
 func (o *operation) settle(answered bool) {
-	budget := o.t.policy.Budget
+	budget, now := o.t.policy.Budget, o.started
+	if o.took > 0 {
+		now = time.Now()
+	}
 	switch {
 	case budget == nil: // the policy is invalid
 	case answered && !o.failed && o.took > 0:
-		budget.give(o.target, int(o.took))
+		budget.give(o.target, int(o.took), now)
 	case answered && !o.failed && o.counted == 1 && len(o.report.Attempts) == 1:
-		budget.give(o.target, 1)
+		budget.give(o.target, 1, now)
 	default:
-		budget.give(o.target, int(o.lastTook))
+		budget.give(o.target, int(o.lastTook), now)
 	}
 }

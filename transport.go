@@ -423,7 +423,8 @@ func (o *operation) inherit(previous *operation) {
 		o.home = &previous.target
 	}
 	o.started, o.firstSend = previous.started, previous.firstSend
-	o.counted, o.waits, o.took, o.chance = previous.counted, previous.waits, previous.took, previous.chance
+	// Not took: the RoundTrip that was redirected has settled with the budget.
+	o.counted, o.waits, o.chance = previous.counted, previous.waits, previous.chance
 	o.waitGen = previous.waitGen
 	o.report = previous.report
 	o.report.Attempts = append([]Attempt(nil), previous.report.Attempts...)
