@@ -87,6 +87,9 @@ func (o *operation) attempt(now time.Time) (result, error) {
 	a.o, a.start = o, now
 	if err := a.build(); err != nil {
 		a.release()
+		if h := o.t.Hooks.AttemptDone; h != nil { // AttemptStart may have begun a span
+			h(a.outer, &o.report, Attempt{N: o.number(), Start: now, Took: time.Since(now), Err: err, Outcome: NotExecuted})
+		}
 		return result{}, err
 	}
 	o.now, o.resp, o.lost = a, nil, nil // until here, what the last attempt showed stands
@@ -124,7 +127,7 @@ func (a *attempt) build() error {
 	p := &o.t.policy
 	ctx := o.Context
 	if h := o.t.Hooks.AttemptStart; h != nil {
-		if c := h(ctx, &o.report, int(o.counted)+1); c != nil {
+		if c := h(ctx, &o.report, o.number()); c != nil {
 			ctx = c
 		}
 	}
@@ -153,6 +156,14 @@ func (a *attempt) build() error {
 	return nil
 }
 
+// number of the attempt that is about to start.
+func (o *operation) number() int {
+	if o.uncounted {
+		return max(int(o.counted), 1)
+	}
+	return int(o.counted) + 1
+}
+
 func (a *attempt) openBody() (io.ReadCloser, error) {
 	o := a.o
 	if o.body.opened > 0 {
@@ -175,7 +186,7 @@ func (a *attempt) prepare() error {
 	b := &o.body
 	given, length := a.req.Body, a.req.ContentLength
 	u := *o.req.URL
-	a.req.URL = &u
+	a.req.URL, a.req.Trailer = &u, o.req.Trailer.Clone()
 	var handed []io.ReadCloser
 	if b.kind != noBody && b.kind != stream {
 		a.req.GetBody = func() (io.ReadCloser, error) {

@@ -233,7 +233,9 @@ func TestC42_DrainIsBoundedInBytesAndTime(t *testing.T) {
 				}
 			})
 			watching := &watchingBase{base: newBase(t)}
-			resp, err := onWire(watching).RoundTrip(newPost(t, t.Context(), url, `{}`))
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+			defer cancel()
+			resp, err := onWire(watching).RoundTrip(newPost(t, ctx, url, `{}`))
 			require.NoError(t, err)
 			require.Equal(t, http.StatusOK, resp.StatusCode)
 			require.Equal(t, "{}", readAll(t, resp))

@@ -49,14 +49,14 @@ func TestBudgetKeepsNoFullBuckets(t *testing.T) {
 		took, ok := b.take(o, now)
 		require.True(t, ok)
 		require.Equal(t, defaultCost, took)
-		b.give(o, took, time.Now())
-		b.give(o, 1, time.Now()) // a success at a full bucket
+		b.give(o, took, now)
+		b.give(o, 1, now) // a success at a full bucket
 	}
 	require.Empty(t, b.buckets)
 	took, _ := b.take(origin{"https", "a"}, now)
-	b.give(origin{"https", "a"}, took-1, time.Now())
+	b.give(origin{"https", "a"}, took-1, now)
 	require.Len(t, b.buckets, 1)
-	b.give(origin{"https", "a"}, 1, time.Now())
+	b.give(origin{"https", "a"}, 1, now)
 	require.Empty(t, b.buckets)
 }
 
@@ -84,7 +84,9 @@ func TestProbesAreTenSecondsApartThoughTheBucketWasFullBetween(t *testing.T) {
 	require.True(t, empty(now))
 	b.give(o, 4, now)
 	require.False(t, empty(now.Add(time.Second)))
-	b.give(o, 4, now)
+	b.give(o, 4, now.Add(time.Second))
 	require.True(t, empty(now.Add(probeEvery)))
-	b.give(o, 4, now)
+	require.Len(t, b.buckets, 1)
+	b.give(o, 4, now.Add(2*probeEvery))
+	require.Empty(t, b.buckets, "full, and its probe is old")
 }

@@ -121,7 +121,9 @@ func TestC63_PermanentErrorsAreNotRetried(t *testing.T) {
 			tr := onWire(base, func(tr *idem.Transport) {
 				tr.Policy.BackoffBase, tr.Policy.BackoffCap = time.Minute, time.Minute // a wait would be noticed
 			})
-			req := newPost(t, t.Context(), url, `{}`)
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+			defer cancel()
+			req := newPost(t, ctx, url, `{}`)
 			if c.edit != nil {
 				c.edit(req)
 			}

@@ -128,14 +128,11 @@ func (t *Transport) isInner(req *http.Request) bool {
 	if outer == nil || req.URL == nil {
 		return false
 	}
-	key, ok := "", false
-	if t.dialect.Header != "" {
-		key, ok, _ = headerKey(req.Header, &t.dialect)
-	}
-	if ok && outer.keyed {
+	if outer.keyed {
+		key, _, _ := headerKey(req.Header, &outer.t.dialect)
 		return key == outer.report.Key
 	}
-	return ok == outer.keyed && method(req) == outer.method() && urlOf(req.URL) == urlOf(outer.req.URL)
+	return method(req) == outer.method() && urlOf(req.URL) == urlOf(outer.req.URL)
 }
 
 // layer finds the operation whose attempt a context belongs to; origin hops
@@ -236,12 +233,12 @@ func (o *operation) begin() error {
 	}
 	o.started = time.Now()
 	o.target = originOf(req.URL)
-	if t.Scope != nil {
-		o.scope = t.Scope(req)
-	}
 	previous := operationOf(req.Response)
 	switch {
 	case previous == nil:
+		if t.Scope != nil {
+			o.scope = t.Scope(req)
+		}
 		err = o.chooseKey()
 	case o.continues(previous):
 		err = o.follow(previous)
@@ -402,9 +399,6 @@ func (o *operation) follow(previous *operation) error {
 	if carries && o.target != originOf(from) && (o.t.AllowRedirect == nil || !o.t.AllowRedirect(from, to)) {
 		return redirectRefused(from, to)
 	}
-	if o.scope != previous.scope {
-		return scopeChanged(previous.scope, o.scope)
-	}
 	return nil
 }
 
@@ -412,13 +406,12 @@ func (o *operation) follow(previous *operation) error {
 // nothing about the effect.
 func (o *operation) extend(previous *operation) {
 	o.inherit(previous)
-	o.scope = previous.scope
 	o.afterWrite = true
 }
 
 func (o *operation) inherit(previous *operation) {
 	o.isHop, o.uncounted = true, true
-	o.minted = previous.minted
+	o.minted, o.scope = previous.minted, previous.scope
 	if o.home = previous.home; o.home == nil {
 		o.home = &previous.target
 	}
