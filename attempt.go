@@ -3,6 +3,7 @@ package idem
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"errors"
 	"hash/maphash"
 	"io"
@@ -38,6 +39,7 @@ type attempt struct {
 	asked  atomic.Int32 // for a connection
 	got    atomic.Int32 // a connection: one for each send
 	reused atomic.Bool
+	http2  atomic.Bool
 
 	header    http.Header // of the answer
 	doc       document    // what was read of its body
@@ -295,6 +297,17 @@ func (a *attempt) getConn(string) { a.asked.Add(1) }
 func (a *attempt) gotConn(info httptrace.GotConnInfo) {
 	a.got.Add(1)
 	a.reused.Store(info.Reused)
+	a.http2.Store(speaksHTTP2(info.Conn, a.o.t.base))
+}
+
+// speaksHTTP2 reports whether a connection of base carries many requests at
+// once, so that the next one would get it again though it is dead.
+func speaksHTTP2(c net.Conn, base http.RoundTripper) bool {
+	if c, ok := c.(interface{ ConnectionState() tls.ConnectionState }); ok {
+		return c.ConnectionState().NegotiatedProtocol == "h2"
+	}
+	t, ok := base.(*http.Transport)
+	return ok && t.Protocols != nil && t.Protocols.UnencryptedHTTP2() && !t.Protocols.HTTP1()
 }
 
 // expire ends the attempt.
@@ -346,11 +359,23 @@ func (a *attempt) failed(err error) result {
 		r.notSent = asked > 0
 	}
 	r.staleReused = got > 0 && a.reused.Load() && !limit && own == nil && o.Err() == nil && !timeout(err)
-	r.leaveThePool = r.staleReused
+	r.leaveThePool = r.staleReused || a.http2.Load() && (limit || timeout(err))
+	if p := (*proxyError)(nil); errors.As(err, &p) {
+		r.refusedByProxy(p)
+	}
 	if o.t.policy.Classify != nil && o.Err() == nil {
 		r.overruled = o.t.policy.Classify(nil, r.err)
 	}
 	return r
+}
+
+// refusedByProxy: the tunnel was not made, so nothing reached the server. What
+// the proxy says of itself (4xx) will not change; a 5xx may.
+func (r *result) refusedByProxy(p *proxyError) {
+	r.notSent = true
+	r.permanent = p.status/100 != 5
+	r.throttled = p.status == http.StatusServiceUnavailable
+	r.retryAfter, r.asked = retryAfter(p.header, time.Now())
 }
 
 func timeout(err error) bool {

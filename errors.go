@@ -215,6 +215,16 @@ func (e *attemptLimitError) Is(target error) bool {
 	return target == context.DeadlineExceeded || target == error(errAttemptLimit)
 }
 
+// proxyError is a proxy's answer to CONNECT that made no tunnel.
+type proxyError struct {
+	status int
+	header http.Header
+}
+
+func (e *proxyError) Error() string {
+	return fmt.Sprintf("idem: the proxy refused the tunnel: %d %s", e.status, http.StatusText(e.status))
+}
+
 // invalid names the field and the limit.
 func invalid(field, format string, args ...any) error {
 	return fmt.Errorf("%w: %s %s", ErrInvalid, field, fmt.Sprintf(format, args...))

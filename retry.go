@@ -2,6 +2,7 @@ package idem
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"time"
 
@@ -282,6 +283,9 @@ func (o *operation) failure() *Error {
 	e := &Error{Report: o.report.copy(), ended: o.ended, secrets: secretsOf(o.req)}
 	if o.now != nil && o.now.noted {
 		e.Last = e.Attempts[len(e.Attempts)-1].Err
+	}
+	if p := (*proxyError)(nil); errors.As(e.Last, &p) {
+		e.StatusCode, e.Header = p.status, p.header
 	}
 	if o.lost != nil {
 		e.StatusCode, e.Header, e.Body = o.lost.status, o.lost.header, o.lost.body

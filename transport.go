@@ -62,11 +62,27 @@ type Transport struct {
 
 // defaultBase is shared by all Transports without a Base.
 var defaultBase = sync.OnceValue(func() http.RoundTripper {
+	base := &http.Transport{Proxy: http.ProxyFromEnvironment}
 	if t, ok := http.DefaultTransport.(*http.Transport); ok {
-		return t.Clone()
+		base = t.Clone()
 	}
-	return &http.Transport{Proxy: http.ProxyFromEnvironment}
+	if base.OnProxyConnectResponse == nil {
+		base.OnProxyConnectResponse = ProxyHook
+	}
+	return base
 })
+
+// ProxyHook is for the OnProxyConnectResponse of a Base of one's own that
+// goes through a proxy. net/http turns a proxy's refusal of a tunnel into bare
+// text; with the hook its status and Retry-After count: a 4xx ends the
+// operation, a 5xx is retried, and in both nothing reached the server. The Base
+// that a nil Transport.Base means has it already. The error is nil for a 200.
+func ProxyHook(_ context.Context, _ *url.URL, _ *http.Request, answer *http.Response) error {
+	if answer.StatusCode == http.StatusOK {
+		return nil
+	}
+	return &proxyError{status: answer.StatusCode, header: answer.Header.Clone()}
+}
 
 // resolve fills in the defaults once.
 func (t *Transport) resolve() {

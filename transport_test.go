@@ -1475,6 +1475,7 @@ func TestDeadReusedConnectionStillCountsAsAnAttempt(t *testing.T) {
 	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err))
 }
 
+// The other connection to leave, after a timeout over HTTP/2, stands with the tests of HTTP/2.
 func TestAfterA408ANewConnectionIsUsed(t *testing.T) {
 	for _, status := range []int{408, 421} {
 		t.Run(strconv.Itoa(status), func(t *testing.T) {
