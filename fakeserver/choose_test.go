@@ -121,6 +121,9 @@ func TestRateIsExactForLaterSendsOfAFaultedKey(t *testing.T) {
 		}
 	}
 	require.InDelta(t, rate*rate, float64(bad)/keys, 0.002, "the draws of one key are independent")
+	require.NotEqual(t, drawn(1, "k", 1), drawn(2, "k", 1))
+	require.NotEqual(t, drawn(1, "k", 1), drawn(1, "j", 1))
+	require.Equal(t, drawn(1, "k", 1), drawn(1, "k", 1))
 }
 
 func TestARunRepeatsWhateverTheScheduling(t *testing.T) {

@@ -117,10 +117,8 @@ func (x *exchange) read() bool {
 }
 
 func (q *request) understand() {
-	q.wrong, q.act = nil, nil
 	if q.tooLarge {
 		a := problem(http.StatusRequestEntityTooLarge, "body-too-large", "The body is larger than 1 MiB.", nil)
-		a.unstored = true
 		q.wrong = &a
 		return
 	}

@@ -72,7 +72,6 @@ func (q *request) copy() *request {
 		Header: q.send.Header, ContentLength: q.send.ContentLength, TransferEncoding: q.send.TransferEncoding,
 		BodyLen: q.bodyLen, BodySHA256: q.bodySum, Duplicate: true,
 	}
-	c.understand() // the action of the original knows the original's send
 	return &c
 }
 

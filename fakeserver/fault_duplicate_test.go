@@ -33,9 +33,8 @@ func TestCopyAfterSuccessIsReplayed(t *testing.T) {
 			r := pay(key).send(s)
 			require.Equal(t, 201, r.status)
 			require.Empty(t, r.header.Get("Idempotent-Replay"), "the client has the first answer")
-			time.Sleep(100 * time.Millisecond)
+			soon(t, func() bool { n := s.Sends(Filter{Key: key}); return len(n) == 2 && n[1].Status != 0 })
 			sends := s.Sends(Filter{Key: key})
-			require.Len(t, sends, 2)
 			require.True(t, sends[1].Replayed)
 			require.Len(t, s.Effects(Filter{Key: key}), 1)
 		}
@@ -54,11 +53,11 @@ func TestCopiesAreNotCountedAsSendsOfTheKey(t *testing.T) {
 
 func TestImpatientGatewayPassesOnTheCopysAnswer(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
-		inject(t, s, Fault{Kind: Duplicate, Point: DuringEffect, Delay: 100 * time.Millisecond, Send: 1})
+		inject(t, s, Fault{Kind: Duplicate, Point: DuringEffect, Delay: 300 * time.Millisecond, Send: 1})
 		busy := pay("order-1").send(s)
 		requireProblem(t, busy, 409, "idempotency-key-in-use")
 		require.Empty(t, s.Effects())
-		time.Sleep(200 * time.Millisecond)
+		soon(t, func() bool { return len(s.Effects()) == 1 })
 		require.Equal(t, 201, requireReplay(t, s, pay("order-1")).status)
 		require.Equal(t, 1, s.Effects()[0].Send, "the first copy made the effect")
 		require.Len(t, s.Sends(), 3)
@@ -79,8 +78,10 @@ func TestCopyOfACancellationFindsNothing(t *testing.T) {
 		at := book("trip-1").send(s).header.Get("Location")
 		inject(t, s, Fault{Kind: Duplicate, Point: AfterEffect})
 		require.Equal(t, 204, call{method: "DELETE", path: at}.send(s).status)
-		require.Len(t, s.Effects(Filter{Kind: "cancellation"}), 1)
-		require.Equal(t, 404, s.Sends()[2].Status)
+		require.Len(t, s.Effects(Filter{Kind: "cancellation", Reference: "trip-1"}), 1)
+		sends := s.Sends()
+		require.Equal(t, "trip-1", sends[1].Reference)
+		require.Equal(t, 404, sends[2].Status)
 		require.Equal(t, 10, s.Rooms("ritz", "double"))
 	})
 }

@@ -151,3 +151,15 @@ func keyedRequest(t *testing.T, s *Server, key string) *http.Request {
 	req.Header.Set("Idempotency-Key", key)
 	return req
 }
+
+// soon waits for what a goroutine of the server is about to do.
+func soon(t *testing.T, happened func() bool) {
+	t.Helper()
+	for range 2000 {
+		if happened() {
+			return
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	t.Fatal("it did not happen within ten seconds")
+}

@@ -126,9 +126,7 @@ func parseCancellation(q *request) {
 		delete(s.hotels.reservations, id)
 		of := roomKey{hotel, r.RoomType}
 		s.hotels.rooms[of] = s.hotels.free(of) + 1
-		q.reference = r.Reference
-		q.send.Reference = r.Reference
-		return answer{status: http.StatusNoContent}, Effect{Kind: "cancellation", ID: id}
+		return answer{status: http.StatusNoContent}, Effect{Kind: "cancellation", ID: id, Reference: r.Reference}
 	}
 }
 

@@ -39,7 +39,7 @@ type request struct {
 	send      *Send // guarded by Server.mu
 }
 
-// action makes an effect. It runs under Server.mu, so it must not wait.
+// action makes an effect (one without a Kind is none) and the answer that is stored. It runs under Server.mu, so it must not wait.
 type action func(*Server) (answer, Effect)
 
 // fingerprint says what was asked. It is compared, never shown.
@@ -134,9 +134,6 @@ func (s *Server) finish(q *request, rec *record, f *Fault) answer {
 	}
 	if rec != nil {
 		rec.running, rec.answer = false, a
-		if a.unstored {
-			s.forget(q, rec)
-		}
 	}
 	return a
 }

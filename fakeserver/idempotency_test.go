@@ -152,10 +152,11 @@ func TestQuotedKeys(t *testing.T) {
 
 func TestRunningKeyIsInProgress(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
-		require.NoError(t, s.Inject(Fault{Kind: Slow, Delay: 200 * time.Millisecond, Send: 1}))
+		require.NoError(t, s.Inject(Fault{Kind: Slow, Delay: 500 * time.Millisecond, Send: 1}))
 		first := make(chan reply)
 		go func() { first <- pay("order-1").send(s) }()
-		time.Sleep(50 * time.Millisecond)
+		soon(t, func() bool { n := s.Sends(); return len(n) == 1 && n[0].BodySHA256 != "" })
+		time.Sleep(20 * time.Millisecond) // the key is reserved right after the body was read
 		busy := pay("order-1").send(s)
 		requireProblem(t, busy, 409, "idempotency-key-in-use")
 		require.Equal(t, "1", busy.header.Get("Retry-After"))
@@ -235,14 +236,13 @@ func TestServerThatIgnoresKeysChargesTwice(t *testing.T) {
 
 func TestClientThatLeavesDoesNotStopTheEffect(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
-		require.NoError(t, s.Inject(Fault{Kind: Slow, Delay: 150 * time.Millisecond, Send: 1}))
+		require.NoError(t, s.Inject(Fault{Kind: Slow, Delay: 400 * time.Millisecond, Send: 1}))
 		impatient := pay("order-1")
 		impatient.within = 50 * time.Millisecond
 		require.Error(t, impatient.send(s).err)
 		require.Empty(t, s.Effects())
 		requireProblem(t, pay("order-1").send(s), 409, "idempotency-key-in-use")
-		time.Sleep(300 * time.Millisecond)
-		require.Len(t, s.Effects(), 1)
+		soon(t, func() bool { return len(s.Effects()) == 1 })
 		require.Zero(t, s.Sends()[0].Status)
 		require.Equal(t, 201, requireReplay(t, s, pay("order-1")).status)
 	})

@@ -31,7 +31,7 @@ type Send struct {
 	Path      string // without the query
 	Endpoint  string // route pattern; "" = no such route
 	Caller    string // who sent it: a hash of the credential, or the account (see Settings.KeyPer); "" = no Authorization
-	Reference string // from the body; "" = none, or the body was not understood
+	Reference string // from the body or query, or of what was cancelled; "" = none, or the body was not understood
 
 	Header           http.Header // Authorization, Proxy-Authorization and Cookie values read "[redacted]"
 	ContentLength    int64       // as announced; -1 = unknown
@@ -129,13 +129,15 @@ func each(filters []Filter, byKey map[string][]int, n int, take func(int, Filter
 func (s *Server) enter(q *request, e Effect) {
 	e.N = len(s.effects) + 1
 	e.Key, e.Caller, e.Endpoint = q.key, q.caller, q.route.pattern
-	e.Reference = q.reference
+	if e.Reference == "" {
+		e.Reference = q.reference
+	}
 	e.At, e.Send = s.now(), q.send.N
 	s.effects = append(s.effects, e)
 	if e.Key != "" {
 		s.effectsByKey[e.Key] = append(s.effectsByKey[e.Key], e.N-1)
 	}
-	q.send.Effect = e.N
+	q.send.Effect, q.send.Reference = e.N, e.Reference
 }
 
 // list records a send. s.mu is held.

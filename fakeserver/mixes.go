@@ -6,7 +6,7 @@ import (
 )
 
 // Mixed is a mix of faults for load tests: together they hit the given share of all sends, at most one each, half of them
-// before the effect and half after its beginning. Hangs are among them (a fifteenth or so each way), so the client needs
+// before the effect and half after its beginning. Hangs are among them (about one fault in thirteen), so the client needs
 // a limit per attempt; slices.DeleteFunc takes a kind out. A rate of 0 or less gives none, above 1 counts as 1.
 func Mixed(rate float64, seed int64) []Fault {
 	return split(rate, seed,

@@ -11,11 +11,10 @@ const problemBase = "https://fakeserver.test/problems/"
 
 // answer is what the server would say, before any fault gets at it. Answers are shared between replays and never changed.
 type answer struct {
-	status   int
-	header   []field
-	body     []byte
-	unstored bool // says nothing final about the operation, so it is not kept under the key
-	none     bool // the server has no answer: it is closing
+	status int
+	header []field
+	body   []byte
+	none   bool // there is no answer: the worker died, the client left or the server closes
 }
 
 type field struct{ name, value string }
@@ -78,6 +77,5 @@ func invalid(errs ...fieldError) *answer {
 		detail = errs[0].Field + ": " + detail
 	}
 	a := problem(http.StatusBadRequest, "invalid-request", detail, map[string]any{"errors": errs})
-	a.unstored = true
 	return &a
 }

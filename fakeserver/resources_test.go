@@ -3,6 +3,7 @@ package fakeserver
 import (
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"io"
 	"math/rand"
 	"net/http"
@@ -10,6 +11,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/iotest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -180,5 +183,25 @@ func TestLargeUploadStreamsAndReplays(t *testing.T) {
 		require.EqualValues(t, size, n.BodyLen)
 		require.EqualValues(t, -1, n.ContentLength)
 		require.Equal(t, []string{"chunked"}, n.TransferEncoding)
+	})
+}
+
+func TestUploadThatBreaksOffHasNoEffect(t *testing.T) {
+	inBothWorlds(t, func(t *testing.T, s *Server) {
+		for _, length := range []int64{-1, 1 << 20} {
+			body := io.MultiReader(strings.NewReader(strings.Repeat("x", 1000)), iotest.ErrReader(errors.New("disk gone")))
+			req, err := http.NewRequest("POST", s.URL()+"/v1/uploads", body)
+			require.NoError(t, err)
+			req.ContentLength = length
+			req.Header.Set("Idempotency-Key", "file-1")
+			_, err = s.Client().Do(req)
+			require.ErrorContains(t, err, "disk gone")
+		}
+		time.Sleep(20 * time.Millisecond) // the server may still be reading
+		for _, n := range s.Sends() {
+			require.Zero(t, n.Status)
+			require.Empty(t, n.BodySHA256)
+		}
+		require.Empty(t, s.Effects())
 	})
 }

@@ -116,7 +116,7 @@ func TestInMemoryOnlyItsOwnHostsExist(t *testing.T) {
 	})
 }
 
-func TestTwentyThousandPaymentsTakeSeconds(t *testing.T) {
+func TestTwentyThousandPaymentsAreTwentyThousandEffects(t *testing.T) {
 	if testing.Short() {
 		t.Skip("a load test")
 	}
@@ -133,8 +133,18 @@ func TestTwentyThousandPaymentsTakeSeconds(t *testing.T) {
 	}
 	group.Wait()
 	require.Len(t, s.Effects(), 20_000)
-	require.Less(t, time.Since(start), 30*time.Second)
-	t.Logf("%v", time.Since(start))
+	t.Logf("%v", time.Since(start)) // a limit here would measure the neighbours of the machine
+}
+
+func BenchmarkPaymentInMemory(b *testing.B) {
+	s := NewInMemory()
+	defer s.Close()
+	b.ReportAllocs()
+	for i := range b.N {
+		if r := pay("order-" + strconv.Itoa(i)).send(s); r.status != 201 {
+			b.Fatal(r)
+		}
+	}
 }
 
 func TestVirtualTimePassesWhileRequestsWait(t *testing.T) {
