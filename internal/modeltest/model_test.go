@@ -9,6 +9,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -21,9 +22,10 @@ import (
 	"github.com/idem-go/idem/fakeserver"
 )
 
-// TestMain makes 300 examples the default; -rapid.checks still rules.
+// TestMain makes 1000 examples the default, a second or two; -rapid.checks
+// still rules.
 func TestMain(m *testing.M) {
-	_ = flag.Set("rapid.checks", "300")
+	_ = flag.Set("rapid.checks", "1000")
 	flag.Parse()
 	os.Exit(m.Run())
 }
@@ -54,6 +56,7 @@ var honestFaults = func() []fakeserver.Fault {
 		{Kind: fakeserver.Stuck, Delay: 2 * time.Second},
 		{Kind: fakeserver.Late, Point: after, Delay: 300 * time.Millisecond}, {Kind: fakeserver.Late, Point: after, Delay: 3 * time.Second},
 		{Kind: fakeserver.Late, Point: fakeserver.InBody, Delay: 300 * time.Millisecond}, {Kind: fakeserver.Late, Point: fakeserver.InBody, Delay: 3 * time.Second},
+		{Kind: fakeserver.Stale}, {Kind: fakeserver.Stale},
 		{Kind: fakeserver.Trickle, Delay: 5 * time.Millisecond},
 		{Kind: fakeserver.CutHeaders}, {Kind: fakeserver.CutBody}, {Kind: fakeserver.CutBody, Encoding: "chunked"}, {Kind: fakeserver.CutBody, Encoding: "gzip"},
 		{Kind: fakeserver.Duplicate, Point: before}, {Kind: fakeserver.Duplicate, Point: after}, {Kind: fakeserver.Duplicate, Point: after, Delay: time.Second},
@@ -62,11 +65,11 @@ var honestFaults = func() []fakeserver.Fault {
 		{Kind: fakeserver.Redirect, Status: 302, Location: "/v1/payments"}, {Kind: fakeserver.Redirect, Status: 307, Location: "other"},
 		{Kind: fakeserver.Redirect, Status: 303, Point: after},
 	}
-	for _, status := range []int{408, 421, 425, 429, 500, 502, 503, 504} {
+	for _, status := range []int{408, 409, 425, 429, 499, 500, 502, 503, 504} {
 		list = append(list, fakeserver.Fault{Kind: fakeserver.Status, Status: status, Point: before},
 			fakeserver.Fault{Kind: fakeserver.Status, Status: status, Point: after})
 	}
-	for _, status := range []int{400, 401, 403, 404, 409, 501} {
+	for _, status := range []int{400, 401, 403, 404, 421, 501} {
 		list = append(list, fakeserver.Fault{Kind: fakeserver.Status, Status: status, Point: before})
 	}
 	for _, asks := range []string{"0", "2", "600"} {
@@ -138,13 +141,17 @@ func example(t *rapid.T) {
 	for i := range rapid.IntRange(1, 2).Draw(t, "operations") {
 		w.operation(i)
 	}
-	sends := 0
+	arrived, stale := 0, 0
 	for _, n := range w.s.Sends() {
 		if !n.Duplicate {
-			sends++
+			arrived++
+		}
+		if strings.HasPrefix(n.Fault, string(fakeserver.Stale)) {
+			stale++ // the next send on this connection, if there is one, is lost before the server sees it
 		}
 	}
-	require.Equal(t, sends, w.reported, "sends at the server and in the reports")
+	require.GreaterOrEqual(t, w.reported, arrived, "sends in the reports and at the server")
+	require.LessOrEqual(t, w.reported, arrived+stale, "sends in the reports and at the server")
 }
 
 // operation draws an operation and calls it one to three times. Each call
@@ -172,6 +179,9 @@ func (w *world) operation(i int) {
 	}
 	for range calls {
 		faults := rapid.SliceOfN(rapid.SampledFrom(honestFaults), 0, 6).Draw(t, "faults")
+		if o.keyFrom == "none" { // nobody can help against a network that delivers twice
+			faults = slices.DeleteFunc(faults, func(f fakeserver.Fault) bool { return f.Kind == fakeserver.Duplicate })
+		}
 		require.NoError(t, w.s.Script("", faults...))
 		w.s.Refuse(rapid.SampledFrom([]int{0, 0, 0, 1, 5}).Draw(t, "refused connections"))
 		w.call(o)
@@ -182,14 +192,13 @@ func (w *world) operation(i int) {
 
 // reserve makes the reservation that a DELETE takes away.
 func (w *world) reserve(reference string) string {
-	// Through a Transport that reports, as every send is counted.
 	req, err := http.NewRequest(http.MethodPost, w.s.URL()+"/v1/hotels/h1/reservations",
 		strings.NewReader(fmt.Sprintf(`{"room_type":"double","guest":"g","nights":1,"reference":%q}`, reference)))
 	require.NoError(w.t, err)
 	req.Header.Set("Content-Type", "application/json")
-	resp, err := w.client.Do(req)
+	resp, err := w.s.Client().Do(req) // with connections of its own
 	require.NoError(w.t, err)
-	w.reported += idem.ReportOf(resp).Sends
+	w.reported++
 	var made struct {
 		ID string `json:"id"`
 	}
