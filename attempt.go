@@ -24,14 +24,12 @@ type attempt struct {
 	context.Context // the caller's, with the attempt's own end
 	o               *operation
 
-	outer context.Context // the same without that end: what the hooks get
-
 	start  time.Time
 	cancel context.CancelCauseFunc // nil: no limit of its own
 	timer  *time.Timer
 
 	req    http.Request
-	values [4]string // of the header, where they fit
+	values [2]string // of the header, where they fit
 	key    [1]string
 	body   *attemptBody // nil: net/http reads the body as it is
 
@@ -40,12 +38,11 @@ type attempt struct {
 	got    atomic.Int32 // a connection: one for each send
 	reused atomic.Bool
 	http2  atomic.Bool
+	struck atomic.Bool // by its limit
 
-	header    http.Header // of the answer
-	doc       document    // what was read of its body
-	whole     bool        // that is all of it
-	noted     bool        // it stands in the report
-	reference string
+	doc   document // what was read of the answer's body
+	whole bool     // that is all of it
+	noted bool     // it stands in the report
 }
 
 // Value lets an inner Transport know whose attempt it is in, and httptrace
@@ -89,26 +86,29 @@ func (o *operation) attempt(now time.Time) (result, error) {
 	a.o, a.start = o, now
 	if err := a.build(); err != nil {
 		a.release()
+		err = quiet(err, o.secrets(a))
 		if h := o.t.Hooks.AttemptDone; h != nil { // AttemptStart may have begun a span
-			h(a.outer, &o.report, Attempt{N: o.number(), Start: now, Took: time.Since(now), Err: err, Outcome: NotExecuted})
+			h(context.WithoutCancel(a.Context), &o.report, Attempt{N: o.number(), Start: now, Took: time.Since(now), Err: err, Outcome: NotExecuted})
 		}
 		return result{}, err
 	}
-	o.now, o.resp, o.lost = a, nil, nil // until here, what the last attempt showed stands
-	if o.firstSend.IsZero() {
-		o.firstSend = a.start
+	o.now, o.resp = a, nil // until here, what the last attempt showed stands
+	o.discarded(0, nil, nil)
+	if !o.wasSent {
+		first := a.start
 		if o.cell != nil {
-			o.firstSend = o.cell.sent(a.start)
+			first = o.cell.sent(first)
 		}
+		o.noteSend(first)
 	}
 	base := o.t.base
-	if o.offPool {
-		base = o.t.sideBase()
+	if o.offPool || !o.repeatable && o.body.kind == noBody && (a.req.Header["Idempotency-Key"] != nil || a.req.Header["X-Idempotency-Key"] != nil) {
+		base = o.t.sideBase() // with such a header net/http would repeat it by itself on a connection that it reuses
 	}
 	resp, err := base.RoundTrip(&a.req)
 	switch {
 	case err != nil && resp != nil: // against the contract of RoundTripper
-		_ = resp.Body.Close()
+		closeBody(resp.Body)
 	case err == nil && resp == nil:
 		err = errors.New("idem: Base returned neither an answer nor an error")
 	}
@@ -133,7 +133,7 @@ func (a *attempt) build() error {
 			ctx = c
 		}
 	}
-	a.outer = ctx
+	a.Context = ctx
 	if p.AttemptTimeout > 0 || o.buffers() && p.MaxElapsed > 0 {
 		ctx, a.cancel = context.WithCancelCause(ctx)
 	}
@@ -254,6 +254,8 @@ func (a *attempt) prepare() error {
 		}
 	} else if a.req.Body != given {
 		return fail(invalid("Transport.Prepare", "changed the body; it is fixed for the operation"))
+	} else if a.body.touched() {
+		return fail(invalid("Transport.Prepare", "read a body that can be read only once"))
 	}
 	return nil
 }
@@ -311,7 +313,10 @@ func speaksHTTP2(c net.Conn, base http.RoundTripper) bool {
 }
 
 // expire ends the attempt.
-func (a *attempt) expire() { a.cancel(errAttemptLimit) }
+func (a *attempt) expire() {
+	a.struck.Store(true)
+	a.cancel(errAttemptLimit)
+}
 
 // pause stops the limit; false: it has struck.
 func (a *attempt) pause() bool { return a.timer == nil || a.timer.Stop() }
@@ -339,7 +344,7 @@ func (a *attempt) failed(err error) result {
 	o := a.o
 	r := result{err: err}
 	asked, got := a.asked.Load(), a.got.Load()
-	limit := a.cancel != nil && context.Cause(a.Context) == error(errAttemptLimit)
+	limit := a.struck.Load()
 	if limit {
 		r.err = &attemptLimitError{last: err}
 	}
@@ -363,6 +368,7 @@ func (a *attempt) failed(err error) result {
 	if p := (*proxyError)(nil); errors.As(err, &p) {
 		r.refusedByProxy(p)
 	}
+	r.err = quiet(r.err, o.secrets(a))
 	if o.t.policy.Classify != nil && o.Err() == nil {
 		r.overruled = o.t.policy.Classify(nil, r.err)
 	}
@@ -407,8 +413,8 @@ func (o *operation) buffers() bool {
 func (a *attempt) read(resp *http.Response) result {
 	o := a.o
 	p, d := &o.t.policy, &o.t.dialect
-	o.resp, a.header = resp, resp.Header
-	r := result{status: resp.StatusCode}
+	o.resp = resp
+	r := result{status: resp.StatusCode, resent: a.got.Load() > 1}
 	looks := o.keyed && d.needsBody(resp.StatusCode)
 	var cut error
 	switch limit := p.MaxResponseBuffer; {
@@ -420,6 +426,10 @@ func (a *attempt) read(resp *http.Response) result {
 	case looks:
 		cut = a.buffer(drainBytes)
 	}
+	if resp.Body == http.NoBody && resp.StatusCode != http.StatusSwitchingProtocols {
+		a.whole = true
+		a.release()
+	}
 	if cut == nil && !a.whole && !a.pause() {
 		cut = errAttemptLimit
 	}
@@ -429,9 +439,6 @@ func (a *attempt) read(resp *http.Response) result {
 	if o.keyed {
 		r.marks = d.recognise(resp, &a.doc)
 		r.hint = d.hint(resp.Header)
-		if len(d.Reference) > 0 && len(a.doc.text) > 0 && (resp.StatusCode/100 == 2 || r.marks&markAlreadyDone != 0) {
-			a.reference = d.reference(&a.doc)
-		}
 	}
 	if resp.StatusCode/100 != 2 {
 		r.retryAfter, r.asked = retryAfter(resp.Header, time.Now())
@@ -452,13 +459,14 @@ func (a *attempt) cut(err error) result {
 	o := a.o
 	resp := o.resp
 	_ = resp.Body.Close()
-	limit := a.cancel != nil && context.Cause(a.Context) == error(errAttemptLimit)
+	limit := a.struck.Load()
 	a.release()
 	if limit {
 		err = &attemptLimitError{last: err}
 	}
-	o.lost = &lastAnswer{resp.StatusCode, resp.Header, a.doc.text[:min(len(a.doc.text), maxErrorBody)]}
+	o.discarded(resp.StatusCode, resp.Header, a.doc.text)
 	o.resp = nil
+	err = quiet(err, o.secrets(a))
 	r := result{err: err, status: resp.StatusCode}
 	if o.t.policy.Classify != nil && o.Err() == nil {
 		r.overruled = o.t.policy.Classify(nil, err)
@@ -505,7 +513,7 @@ func (a *attempt) buffer(limit int64) error {
 	if size < 0 || size > limit {
 		size = 512
 	}
-	text := make([]byte, 0, min(size, limit)+1)
+	text := make([]byte, 0, min(size, limit, defaultBuffer)+1) // the rest grows as it comes
 	var start time.Time
 	for {
 		// What Content-Length promised is there: the end needs no waiting.
@@ -557,7 +565,7 @@ func (a *attempt) rearm(p *Policy, start *time.Time) bool {
 	default:
 		a.timer.Reset(gap)
 	}
-	return context.Cause(a.Context) != error(errAttemptLimit)
+	return !a.struck.Load()
 }
 
 // discard reads the answer to its end, within limits, so that its connection
@@ -569,18 +577,26 @@ func (o *operation) discard() {
 		return
 	}
 	if !a.whole {
-		stop := func() { _ = resp.Body.Close() }
-		if a.cancel != nil {
-			stop = func() { a.cancel(context.Canceled) }
-		}
-		timer := time.AfterFunc(drainTime, stop)
-		rest, _ := io.ReadAll(io.LimitReader(resp.Body, drainBytes+1))
-		timer.Stop()
-		a.doc.text = append(a.doc.text, rest...)
-		_ = resp.Body.Close()
-		a.release()
+		a.doc.text = append(a.doc.text, a.prefix(resp.Body, drainBytes+1)...)
 	}
-	o.lost = &lastAnswer{resp.StatusCode, resp.Header, a.doc.text[:min(len(a.doc.text), maxErrorBody)]}
+	o.discarded(resp.StatusCode, resp.Header, a.doc.text)
+}
+
+// prefix reads up to most bytes of an answer that nobody will read further,
+// for a short time, and closes it. What does not come soon is not worth waiting
+// for: a body may trickle for ever.
+func (a *attempt) prefix(body io.ReadCloser, most int64) []byte {
+	timer := time.AfterFunc(drainTime, func() {
+		if a.cancel != nil {
+			a.cancel(context.Canceled)
+		}
+		_ = body.Close()
+	})
+	text, _ := io.ReadAll(io.LimitReader(body, most))
+	timer.Stop()
+	_ = body.Close()
+	a.release()
+	return text
 }
 
 // handOver makes the answer the caller's.

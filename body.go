@@ -2,6 +2,7 @@ package idem
 
 import (
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"errors"
 	"hash/maphash"
@@ -24,23 +25,24 @@ type body struct {
 	limit  int64 // Policy.MaxRequestBuffer
 
 	getBody func() (io.ReadCloser, error)
-	data    []byte       // buffered, or the part of a stream that was read already
-	source  *source      // of sections
 	first   *attemptBody // the first attempt's reader, where GetBody opens the others
+	source  *source      // of sections, buffered bodies and streams
 
 	own ownBody
-
-	mu       sync.Mutex // guards what follows
-	sections int        // section readers that are not closed yet
-	answered bool       // the last section reader closes the caller's body
 }
 
-// source is what sections are read from.
+// source is what a body without GetBody is read from.
 type source struct {
-	at   io.ReaderAt
+	data []byte // buffered, or the part of a stream that was read already
+
+	at   io.ReaderAt // sections: from off
 	off  int64
 	file *os.File // nil: memory, which does not change
 	info os.FileInfo
+
+	mu       sync.Mutex // guards what follows
+	open     int        // section readers that are not closed yet
+	answered bool       // the last section reader closes the caller's body
 }
 
 type bodyKind int
@@ -69,7 +71,7 @@ func (b *ownBody) Close() error {
 // take looks at the caller's body and reads it into memory where that is
 // the only way to send it again. An error of the reader itself comes back as
 // it is.
-func (b *body) take(req *http.Request, limit int64) error {
+func (b *body) take(ctx context.Context, req *http.Request, limit int64) error {
 	b.limit = limit
 	b.own.rc = req.Body
 	b.length = req.ContentLength
@@ -87,7 +89,7 @@ func (b *body) take(req *http.Request, limit int64) error {
 	if ok, err := b.takeSection(req.Body); ok || err != nil {
 		return err
 	}
-	return b.takeReader(req.Body)
+	return b.takeReader(ctx, req.Body)
 }
 
 // takeSection knows the concrete types that can be read at any offset by
@@ -95,28 +97,28 @@ func (b *body) take(req *http.Request, limit int64) error {
 // it, would be bypassed.
 func (b *body) takeSection(rc io.ReadCloser) (bool, error) {
 	var rest int64
-	var s source
+	s := new(source)
 	switch r := unwrapNopCloser(rc).(type) {
 	case *os.File:
 		info, err := r.Stat()
-		if err != nil || !info.Mode().IsRegular() {
-			return false, nil
+		if err != nil || !info.Mode().IsRegular() || info.Size() == 0 {
+			return false, nil // of size 0: empty, or of a file system that does not know it
 		}
 		off, err := r.Seek(0, io.SeekCurrent)
 		if err != nil {
 			return false, nil
 		}
-		s, rest = source{r, off, r, info}, info.Size()-off
+		s.at, s.off, s.file, s.info, rest = r, off, r, info, info.Size()-off
 	case *bytes.Reader:
-		s, rest = source{at: r, off: r.Size() - int64(r.Len())}, int64(r.Len())
+		s.at, s.off, rest = r, r.Size()-int64(r.Len()), int64(r.Len())
 	case *strings.Reader:
-		s, rest = source{at: r, off: r.Size() - int64(r.Len())}, int64(r.Len())
+		s.at, s.off, rest = r, r.Size()-int64(r.Len()), int64(r.Len())
 	case *io.SectionReader:
 		off, err := r.Seek(0, io.SeekCurrent)
 		if err != nil {
 			return false, nil
 		}
-		s, rest = source{at: r, off: off}, r.Size()-off
+		s.at, s.off, rest = r, off, r.Size()-off
 	default:
 		return false, nil
 	}
@@ -130,12 +132,13 @@ func (b *body) takeSection(rc io.ReadCloser) (bool, error) {
 		b.kind = noBody // a reader of length 0 would go out chunked
 		return true, nil
 	}
-	b.kind, b.source = section, &s
+	b.kind, b.source = section, s
 	return true, nil
 }
 
 // takeReader buffers a reader that can be read only once, up to the limit.
-func (b *body) takeReader(r io.Reader) error {
+func (b *body) takeReader(ctx context.Context, r io.Reader) error {
+	b.source = new(source)
 	if b.limit < 0 || b.length > b.limit {
 		b.kind = stream
 		return nil
@@ -144,11 +147,18 @@ func (b *body) takeReader(r io.Reader) error {
 	if b.length >= 0 {
 		most = b.length
 	}
+	stop := context.AfterFunc(ctx, func() { _ = b.own.Close() }) // the reader may be waiting for somebody
 	data, err := io.ReadAll(io.LimitReader(r, most+1))
-	if err != nil {
+	if !stop() && err == nil {
+		err = ctx.Err()
+	}
+	switch {
+	case err != nil && ctx.Err() != nil:
+		return context.Cause(ctx)
+	case err != nil:
 		return &bodyError{err}
 	}
-	b.data = data
+	b.source.data = data
 	switch n := int64(len(data)); {
 	case b.length >= 0 && n != b.length:
 		return invalid("Request.Body", "has %d bytes or more; ContentLength says %d", n, b.length)
@@ -201,7 +211,7 @@ func (b *body) again() (io.ReadCloser, error) {
 	case section:
 		return &readCloser{io.NewSectionReader(b.source.at, b.source.off, b.length), b.hold()}, nil
 	}
-	return io.NopCloser(bytes.NewReader(b.data)), nil
+	return io.NopCloser(bytes.NewReader(b.source.data)), nil
 }
 
 type readCloser struct {
@@ -212,10 +222,10 @@ type readCloser struct {
 // streamed is a body that can be read only once: what was read of it
 // already, and the rest.
 func (b *body) streamed() io.Reader {
-	if len(b.data) == 0 {
+	if len(b.source.data) == 0 {
 		return b.own.rc
 	}
-	return io.MultiReader(bytes.NewReader(b.data), b.own.rc)
+	return io.MultiReader(bytes.NewReader(b.source.data), b.own.rc)
 }
 
 // equals reports whether rc has the content of b, and closes rc.
@@ -259,8 +269,26 @@ func (b *body) unchanged() error {
 	if b.kind != reopened {
 		return nil
 	}
+	return b.same(b)
+}
+
+// follows refuses a redirect hop whose body is not that of the request that
+// was redirected.
+func (b *body) follows(first *body) error {
+	if b.length >= 0 && first.length >= 0 && b.length != first.length {
+		return ErrBodyChanged
+	}
+	if b.kind == noBody || b.kind == stream {
+		return nil
+	}
+	return b.same(first)
+}
+
+// same refuses a body that does not begin with what the first attempt of
+// first read.
+func (b *body) same(first *body) error {
 	var before, now maphash.Hash
-	n, err := b.firstContent(&before)
+	n, err := first.firstContent(&before)
 	if n < 0 || n > max(b.limit, defaultBuffer) || err != nil {
 		return err
 	}
@@ -284,6 +312,10 @@ func (b *body) unchanged() error {
 func (b *body) firstContent(h *maphash.Hash) (int64, error) {
 	if b.first != nil {
 		return b.first.soFar(h), nil
+	}
+	if b.kind == buffered {
+		_, _ = h.Write(b.source.data)
+		return b.length, nil
 	}
 	var at io.ReaderAt
 	var size int64
@@ -311,18 +343,19 @@ type heldSection struct {
 }
 
 func (b *body) hold() io.Closer {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.sections++
+	b.source.mu.Lock()
+	defer b.source.mu.Unlock()
+	b.source.open++
 	return &heldSection{b: b}
 }
 
 func (h *heldSection) Close() error {
 	h.once.Do(func() {
-		h.b.mu.Lock()
-		h.b.sections--
-		last := h.b.answered && h.b.sections == 0
-		h.b.mu.Unlock()
+		s := h.b.source
+		s.mu.Lock()
+		s.open--
+		last := s.answered && s.open == 0
+		s.mu.Unlock()
 		if last {
 			h.err = h.b.own.Close()
 		}
@@ -337,10 +370,11 @@ func (b *body) finish(answered bool) {
 	switch {
 	case !answered:
 	case b.kind == section:
-		b.mu.Lock()
-		b.answered = true
-		reading := b.sections > 0
-		b.mu.Unlock()
+		s := b.source
+		s.mu.Lock()
+		s.answered = true
+		reading := s.open > 0
+		s.mu.Unlock()
 		if reading {
 			return
 		}
@@ -364,7 +398,7 @@ func (b *body) digest() (sum [sha256.Size]byte, length int64, whole bool, err er
 	case noBody:
 		return sha256.Sum256(nil), 0, true, nil
 	case buffered:
-		return sha256.Sum256(b.data), b.length, true, nil
+		return sha256.Sum256(b.source.data), b.length, true, nil
 	case stream:
 		return sum, b.length, false, nil
 	}
@@ -450,6 +484,16 @@ func (a *attemptBody) Close() error {
 		return nil
 	}
 	return a.c.Close()
+}
+
+// touched reports whether anybody read or closed it.
+func (a *attemptBody) touched() bool {
+	if a == nil {
+		return false
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.read > 0 || a.closed
 }
 
 // failure is the reader's own error, if any.

@@ -90,6 +90,13 @@ func (b *Budget) give(o origin, tokens int, now time.Time) {
 	}
 }
 
+// untouched reports whether all buckets are full, as they mostly are.
+func (b *Budget) untouched() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.buckets) == 0
+}
+
 // put stores a bucket; mu must be held. A full one is dropped, but for a probe
 // that still has to be remembered.
 func (b *Budget) put(o origin, next bucket, now time.Time) {

@@ -54,17 +54,15 @@ func (c *Client) Do(req *http.Request) (*http.Response, error) {
 		if errors.As(err, &e) {
 			return nil, e
 		}
-		e = &Error{Last: err, secrets: secretsOf(req)}
+		e = &Error{Last: quiet(err, longestFirst(credentials(req)))}
 		if last != nil { // http.Client could not follow a redirect, or followed too many
-			e.Report, e.Header = last.report.copy(), last.now.header
+			e.Report, e.Header = last.report.copy(), last.lastHeader()
 			e.StatusCode = e.Attempts[len(e.Attempts)-1].Status
 		}
 		return nil, e
 	}
 	if r := ReportOf(resp); r != nil && r.Reason != nil {
-		e := errorOf(resp, r)
-		e.secrets = secretsOf(req)
-		return nil, e
+		return nil, errorOf(resp, r)
 	}
 	return resp, nil
 }
@@ -90,10 +88,13 @@ func withGetBody(req *http.Request, t *Transport) (r *http.Request, finish func(
 		return req, finish, nil
 	}
 	b := new(body)
-	if err := b.take(req, t.policy.MaxRequestBuffer); err != nil {
+	if err := b.take(req.Context(), req, t.policy.MaxRequestBuffer); err != nil {
 		o := &operation{Context: req.Context(), t: t, req: req}
 		o.body.own.rc = req.Body
 		o.minted = !o.named()
+		if o.Err() != nil {
+			o.endedBy(o.Err())
+		}
 		_, err = o.end(nil, err)
 		return nil, nil, err
 	}

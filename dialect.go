@@ -176,8 +176,8 @@ func (d Dialect) resolved() (Dialect, error) {
 	case d.KeyWindow < 0:
 		return d, invalid("Dialect.KeyWindow", "is %v; the least is 0 (none stated)", d.KeyWindow)
 	}
-	if d.Header != "" && !isToken(d.Header) {
-		return d, invalid("Dialect.Header", "is %q, which is not a header name", d.Header)
+	if d.Header != "" && (!isToken(d.Header) || protocolHeader(d.Header)) {
+		return d, invalid("Dialect.Header", "is %q, which is not the name of a header that can carry a key", d.Header)
 	}
 	for _, m := range d.Methods {
 		if !isToken(m) || strings.ToUpper(m) != m {
@@ -193,6 +193,9 @@ func (d Dialect) resolved() (Dialect, error) {
 		{d.AlreadyDone, markAlreadyDone}, {d.Refusal, markRefusal},
 	} {
 		for _, m := range set.marks {
+			if err := m.check(); err != nil {
+				return d, err
+			}
 			m.Header = textproto.CanonicalMIMEHeaderKey(m.Header)
 			d.byStatus[m.Status] = append(d.byStatus[m.Status], meaning{m, set.is})
 		}
@@ -201,6 +204,34 @@ func (d Dialect) resolved() (Dialect, error) {
 	d.RequestID = textproto.CanonicalMIMEHeaderKey(d.RequestID)
 	d.RetryHint = textproto.CanonicalMIMEHeaderKey(d.RetryHint)
 	return d, nil
+}
+
+// check refuses a mark that fits every answer or none.
+func (m *Mark) check() error {
+	switch {
+	case m.Status < 0 || m.Status > 999:
+		return invalid("Mark.Status", "is %d; it must be 0 (any) or from 100 to 999", m.Status)
+	case m.Status == 0 && m.Header == "" && m.Pointer == "":
+		return invalid("Mark", "names neither Status nor Header nor Pointer; the least is one")
+	case m.Value != "" && m.Header == "":
+		return invalid("Mark.Value", "is %q, but there is no Header", m.Value)
+	case (m.Equals != "" || m.Contains != "") && m.Pointer == "":
+		return invalid("Mark.Pointer", "is empty, but Equals is %q and Contains is %q", m.Equals, m.Contains)
+	case m.Pointer != "" && m.Pointer[0] != '/':
+		return invalid("Mark.Pointer", "is %q; it must begin with /", m.Pointer)
+	}
+	return nil
+}
+
+// protocolHeader lists names that the protocol or net/http uses for itself: a
+// key there would not arrive.
+func protocolHeader(name string) bool {
+	switch textproto.CanonicalMIMEHeaderKey(name) {
+	case "Host", "Content-Length", "Transfer-Encoding", "Trailer", "Connection", "Keep-Alive",
+		"Proxy-Connection", "Upgrade", "Te", "Expect":
+		return true
+	}
+	return false
 }
 
 // isToken follows RFC 9110, section 5.6.2.

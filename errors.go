@@ -92,8 +92,7 @@ type Error struct {
 	// Body is what was read of the last attempt's answer, at most 64 KiB.
 	Body []byte
 
-	ended   error    // the caller's ctx.Err(), or DeadlineExceeded for a wait that did not fit
-	secrets []string // what must not show in the text of Last
+	ended error // the caller's ctx.Err(), or DeadlineExceeded for a wait that did not fit
 }
 
 // Error says what happened, what is known of the effect, and what to do
@@ -106,7 +105,7 @@ func (e *Error) Error() string {
 		fmt.Fprintf(&b, "; last answer %d %s", e.StatusCode, http.StatusText(e.StatusCode))
 	}
 	if e.Last != nil && e.Reason != nil {
-		b.WriteString("; last error: " + e.lastText())
+		b.WriteString("; last error: " + e.Last.Error())
 	}
 	if n := len(e.Attempts); n > 0 {
 		fmt.Fprintf(&b, "; attempts: %d", e.Attempts[n-1].N)
@@ -124,15 +123,13 @@ func (e *Error) Error() string {
 func (e *Error) happened() string {
 	switch {
 	case e.Reason != nil:
-		return strings.TrimPrefix(redact(textOf(e.Reason), e.secrets), "idem: ")
+		return strings.TrimPrefix(e.Reason.Error(), "idem: ")
 	case e.Last != nil:
-		return e.lastText()
+		return e.Last.Error()
 	default:
 		return "operation ended"
 	}
 }
-
-func (e *Error) lastText() string { return redact(textOf(e.Last), e.secrets) }
 
 // next is the advice that ends the text.
 func (e *Error) next() string {
@@ -183,7 +180,7 @@ func (e *Error) Timeout() bool {
 func (e *Error) LogValue() slog.Value {
 	attrs := e.Report.attrs()
 	if e.Last != nil {
-		attrs = append(attrs, slog.String("last", e.lastText()))
+		attrs = append(attrs, slog.String("last", e.Last.Error()))
 	}
 	return slog.GroupValue(attrs...)
 }
@@ -192,10 +189,10 @@ func (e *Error) LogValue() slog.Value {
 // it reads a prefix of the body and closes it.
 func errorOf(resp *http.Response, report *Report) *Error {
 	e := &Error{Report: report.copy(), StatusCode: resp.StatusCode, Header: resp.Header}
-	e.Body, _ = io.ReadAll(io.LimitReader(resp.Body, maxErrorBody))
-	_ = resp.Body.Close()
-	if o := operationOf(resp); o != nil {
-		e.ended = o.ended
+	o := operationOf(resp)
+	e.Body = o.now.prefix(resp.Body, maxErrorBody)
+	if o.late != nil {
+		e.ended = o.late.ended
 	}
 	return e
 }
@@ -235,68 +232,26 @@ func keyInvalid(from, format string, args ...any) error {
 	return fmt.Errorf("%w: %s %s", ErrKeyInvalid, from, fmt.Sprintf(format, args...))
 }
 
-// textOf is the error's text without the URL that a *url.Error prints.
-func textOf(err error) string {
-	if u, ok := err.(*url.Error); ok && u.Err != nil {
-		return u.Op + ": " + textOf(u.Err)
-	}
-	return err.Error()
-}
-
-// redact takes out of text what the request must keep to itself: errors of a
-// base transport are free to quote the request or an echo of it.
-func redact(text string, secrets []string) string {
-	for _, s := range secrets {
-		text = strings.ReplaceAll(text, s, "[redacted]")
-	}
-	return text
-}
-
-// secretsOf lists the credentials that req carries.
-func secretsOf(req *http.Request) []string {
-	if req == nil {
-		return nil
-	}
-	var all []string
-	add := func(s string) {
-		if len(s) >= 3 { // shorter ones would only garble the text
-			all = append(all, s)
-		}
-	}
-	if req.URL != nil {
-		if p, ok := req.URL.User.Password(); ok {
-			add(p)
-			add(url.QueryEscape(p))
-		}
-		add(req.URL.User.Username())
-		add(req.URL.RawQuery)
-		for _, values := range req.URL.Query() {
-			for _, v := range values {
-				add(v)
-				add(url.QueryEscape(v))
-			}
-		}
-	}
-	for name, values := range req.Header {
-		switch http.CanonicalHeaderKey(name) {
-		case "Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key":
-			for _, v := range values {
-				add(v)
-				for _, part := range strings.Fields(v) {
-					add(part)
-				}
-			}
-		}
-	}
-	return all
-}
-
 func redirectRefused(from, to *url.URL) error {
 	return fmt.Errorf("%w: from %s to %s; Transport.AllowRedirect may permit it", ErrRedirectRefused, shownURL(from), shownURL(to))
 }
 
 func scopeChanged(from, to string) error {
 	return fmt.Errorf("%w: from %q to %q", ErrScopeChanged, from, to)
+}
+
+// shownReason is the text of a Reason for logs. What did not come from this
+// package (an error of Prepare, the cause of a context) is only named.
+func shownReason(err error) string {
+	for _, own := range [...]error{
+		ErrInvalid, ErrKeyInvalid, ErrScopeChanged, ErrRedirectRefused, ErrKeyExpired, ErrKeyReused, ErrInProgress, ErrAlreadyDone,
+		ErrAttemptsExhausted, ErrTimeExhausted, ErrBudgetExhausted, ErrRetryAfterTooLong, ErrBodyNotReplayable, ErrBodyChanged,
+	} {
+		if errors.Is(err, own) {
+			return strings.TrimPrefix(err.Error(), "idem: ")
+		}
+	}
+	return kindOf(err)
 }
 
 // kindOf names an error without its text, which is free to quote anything.

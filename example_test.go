@@ -344,5 +344,5 @@ func ExampleSlogHooks() {
 	defer resp.Body.Close()
 	_, _ = io.Copy(io.Discard, resp.Body)
 	// Output:
-	// level=WARN msg="idem: operation ended" operation=payment/order-77/1 key=bef22e3d-ba37-5b5c-926f-fc186e5928a5 outcome=unknown reason="idem: attempts exhausted" attempts=1 last_status=504 request_id=""
+	// level=WARN msg="idem: operation ended" operation=payment/order-77/1 key=bef22e3d-ba37-5b5c-926f-fc186e5928a5 outcome=unknown reason="attempts exhausted" attempts=1 last_status=504 request_id=""
 }

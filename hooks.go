@@ -67,7 +67,7 @@ func SlogHooks(l *slog.Logger) Hooks {
 		},
 		Done: func(ctx context.Context, r *Report) {
 			level := slog.LevelWarn
-			if r.Outcome == Executed || r.Key == "" {
+			if r.Outcome == Executed || !r.write {
 				level = slog.LevelDebug
 			}
 			logger().LogAttrs(ctx, level, "idem: operation ended", r.attrs()...)

@@ -436,9 +436,14 @@ func TestRefusedStreamStaysWithinTheAttempts(t *testing.T) {
 				require.Equal(t, idem.Executed, report.Outcome)
 			}
 			require.Len(t, report.Attempts, c.attempts)
-			require.Equal(t, len(s.sends()), report.Sends)
 			if c.body != "" {
 				require.Len(t, s.sends(), c.attempts, "a send for each attempt")
+				require.Equal(t, c.attempts, report.Sends)
+			} else {
+				// net/http repeats it by itself; the last one of an attempt may
+				// have been given up on its way.
+				require.GreaterOrEqual(t, report.Sends, len(s.sends()))
+				require.LessOrEqual(t, report.Sends, len(s.sends())+c.attempts-1)
 			}
 			requireKeyInBlocks(t, report.Key, s.sends())
 			for _, send := range s.sends() {

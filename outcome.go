@@ -77,7 +77,7 @@ type Report struct {
 	// says in which place of the answer it stands; "": not known.
 	Reference string
 
-	shownReason string // Reason without what the request must keep to itself
+	write bool // it may have an effect
 }
 
 // copy shares nothing with r.
@@ -131,11 +131,23 @@ func ReportOf(resp *http.Response) *Report {
 // writes its report into r before it returns, also when it fails. A
 // redirect to a GET extends the report of the write. Sharing one between
 // concurrent calls is misuse.
+//
+// Where contexts with different reports are nested, all are written.
 func WithReport(ctx context.Context, r *Report) context.Context {
-	return context.WithValue(ctx, reportTarget{}, r)
+	if r == nil {
+		return ctx
+	}
+	outer, _ := ctx.Value(reportTarget{}).(*target)
+	return context.WithValue(ctx, reportTarget{}, &target{r, outer})
 }
 
 type reportTarget struct{}
+
+// target is where a report is to be written, and the next one outwards.
+type target struct {
+	report *Report
+	outer  *target
+}
 
 // OutcomeOf tells the outcome from what a call returned, behind whatever
 // wraps err. It is Unknown where nothing is known: no Transport of this
@@ -152,7 +164,7 @@ func OutcomeOf(resp *http.Response, err error) Outcome {
 
 // LogValue implements [slog.LogValuer]. The key is whole unless the
 // operation ended Executed.
-func (r *Report) LogValue() slog.Value { return slog.GroupValue(r.attrs()...) }
+func (r Report) LogValue() slog.Value { return slog.GroupValue(r.attrs()...) }
 
 // attrs is the fixed form of the final line.
 func (r *Report) attrs() []slog.Attr {
@@ -162,9 +174,7 @@ func (r *Report) attrs() []slog.Attr {
 	}
 	reason, status, id, attempts := "", 0, "", 0
 	if r.Reason != nil {
-		if reason = r.shownReason; reason == "" {
-			reason = textOf(r.Reason)
-		}
+		reason = shownReason(r.Reason)
 	}
 	if n := len(r.Attempts); n > 0 {
 		last := r.Attempts[n-1]

@@ -171,6 +171,8 @@ func (p Policy) resolved(d *Dialect) (Policy, error) {
 			*n = defaultBuffer
 		case *n < 0:
 			*n = -1
+		case *n == math.MaxInt64: // one more byte is read to see whether there is more
+			*n--
 		}
 	}
 	if p.Budget == nil {
@@ -210,6 +212,7 @@ type result struct {
 	notSent   bool  // proved: nothing reached the server
 
 	status       int
+	resent       bool // sent more than once within the attempt: what the sends before did is not known
 	marks        mark
 	hint         Verdict // what the provider's header asks for
 	throttled    bool    // 429, 503
@@ -352,6 +355,9 @@ func (r *result) evidenceOf(c circumstances) evidence {
 	}
 	if r.marks&(markReplay|markRefusal) != 0 {
 		return refusedByOp
+	}
+	if r.resent {
+		return mayBeDone
 	}
 	return refusedBefore
 }

@@ -20,7 +20,7 @@ func (o *operation) run() (*http.Response, error) {
 		if err != nil { // nothing was sent
 			return o.end(nil, err)
 		}
-		v := rule(&r, o.circumstances())
+		v := rule(&r, o.circumstances(&r))
 		o.note(&r, v)
 		if r.err != nil && o.overdue() {
 			return o.end(nil, o.cancelled())
@@ -62,8 +62,8 @@ func (o *operation) mayStart() (time.Time, error) {
 // memory of the key.
 func (o *operation) expired(t time.Time) bool {
 	p := &o.t.policy
-	return o.keyed && p.KeyWindow > 0 && !o.firstSend.IsZero() &&
-		t.Sub(o.firstSend) > p.KeyWindow-p.AttemptTimeout
+	return o.keyed && p.KeyWindow > 0 && o.wasSent &&
+		t.Sub(o.started)-o.sentFirst > p.KeyWindow-p.AttemptTimeout
 }
 
 // plan decides whether there is another attempt, and when: the wait and where
@@ -93,7 +93,7 @@ func (o *operation) plan(r *result, v ruling) (wait time.Duration, from string, 
 		o.change(v.again)
 		wait, from = 0, waitAtOnce
 	default:
-		sample := o.waitGen.next(p)
+		sample := o.aftermath().waits.next(p)
 		if sample == backoff.Stop {
 			return 0, "", why(ErrAttemptsExhausted)
 		}
@@ -101,7 +101,7 @@ func (o *operation) plan(r *result, v ruling) (wait time.Duration, from string, 
 	}
 	now := time.Now()
 	if deadline, ok := o.Deadline(); ok && wait > 0 && wait >= deadline.Sub(now) {
-		o.ended = context.DeadlineExceeded
+		o.endedBy(context.DeadlineExceeded)
 		return 0, "", why(ErrRetryAfterTooLong)
 	}
 	if r.asked && from != waitAtOnce && r.retryAfter > p.MaxRetryAfter {
@@ -117,7 +117,7 @@ func (o *operation) plan(r *result, v ruling) (wait time.Duration, from string, 
 	case v.inProgress:
 		o.waits++
 	case from != waitAtOnce:
-		took, ok := p.Budget.take(o.target, now)
+		took, ok := p.Budget.take(o.target(), now)
 		if !ok {
 			return 0, "", ErrBudgetExhausted
 		}
@@ -125,7 +125,7 @@ func (o *operation) plan(r *result, v ruling) (wait time.Duration, from string, 
 		o.lastTook = int32(took)
 	}
 	o.uncounted = v.inProgress
-	o.offPool = r.leaveThePool
+	o.offPool = o.offPool || r.leaveThePool
 	return wait, from, nil
 }
 
@@ -142,11 +142,11 @@ func (o *operation) change(a again) {
 }
 
 // circumstances of the attempt that has just ended.
-func (o *operation) circumstances() circumstances {
+func (o *operation) circumstances(r *result) circumstances {
 	return circumstances{
 		keyed:      o.keyed,
 		repeatable: o.repeatable,
-		sentBefore: o.keyed && (!o.minted || mayHaveSent(o.report.Attempts)),
+		sentBefore: o.keyed && (!o.minted || r.resent || mayHaveSent(o.report.Attempts)),
 		canPrepare: o.t.Prepare != nil && !o.chance.prepared && !o.abroad(),
 		canExpect:  !o.chance.expectDropped && o.req.Header.Get("Expect") != "",
 	}
@@ -172,10 +172,12 @@ func (o *operation) sleep(d time.Duration) error {
 
 // cancelled is the cause with which the caller's context ended.
 func (o *operation) cancelled() error {
-	if o.ended = o.Err(); o.ended == nil { // its deadline has come, its timer has not
-		o.ended = context.DeadlineExceeded
-		return o.ended
+	err := o.Err()
+	if err == nil { // its deadline has come, its timer has not
+		o.endedBy(context.DeadlineExceeded)
+		return context.DeadlineExceeded
 	}
+	o.endedBy(err)
 	return context.Cause(o.Context)
 }
 
@@ -210,7 +212,10 @@ func (o *operation) note(r *result, v ruling) {
 	if o.afterWrite {
 		e = elsewhere
 	}
-	entry := Attempt{
+	if o.report.Attempts == nil {
+		o.report.Attempts = o.firstEntry[:0]
+	}
+	o.report.Attempts = append(o.report.Attempts, Attempt{
 		N:        max(int(o.counted), 1),
 		Start:    a.start,
 		Took:     time.Since(a.start),
@@ -219,22 +224,21 @@ func (o *operation) note(r *result, v ruling) {
 		Outcome:  e.outcome(),
 		Reused:   a.reused.Load(),
 		evidence: e,
+	})
+	entry := &o.report.Attempts[len(o.report.Attempts)-1]
+	if o.t.dialect.RequestID != "" {
+		entry.RequestID = o.lastHeader().Get(o.t.dialect.RequestID)
 	}
-	if a.header != nil && o.t.dialect.RequestID != "" {
-		entry.RequestID = a.header.Get(o.t.dialect.RequestID)
-	}
-	if o.report.Attempts == nil {
-		o.report.Attempts = o.firstEntry[:0]
-	}
-	o.report.Attempts = append(o.report.Attempts, entry)
 	o.report.Sends += a.sends(r)
 	o.report.Replayed = r.marks&markReplay != 0
-	if a.reference != "" && e == done {
-		o.report.Reference = a.reference
+	if e == done && len(o.t.dialect.Reference) > 0 {
+		if id := o.t.dialect.reference(&a.doc); id != "" {
+			o.report.Reference = id
+		}
 	}
 	o.failed = v.failure
 	if h := o.t.Hooks.AttemptDone; h != nil {
-		h(a.outer, &o.report, entry)
+		h(context.WithoutCancel(a.Context), &o.report, *entry)
 	}
 }
 
@@ -251,9 +255,6 @@ func (o *operation) noteWait(wait time.Duration, from string) {
 func (o *operation) end(resp *http.Response, reason error) (*http.Response, error) {
 	r := &o.report
 	r.Reason = reason
-	if reason != nil {
-		r.shownReason = redact(textOf(reason), secretsOf(o.req))
-	}
 	r.EarlierUnknown = earlierUnknown(r.Attempts)
 	if !o.afterWrite {
 		r.Outcome = fold(r.Attempts, o.minted)
@@ -263,8 +264,9 @@ func (o *operation) end(resp *http.Response, reason error) (*http.Response, erro
 	if resp != nil {
 		o.handOver(resp)
 	}
-	if target, _ := o.Context.Value(reportTarget{}).(*Report); target != nil {
-		*target = r.copy()
+	r.write = o.afterWrite || o.writes()
+	for t, _ := o.Context.Value(reportTarget{}).(*target); t != nil; t = t.outer {
+		*t.report = r.copy()
 	}
 	if last, _ := o.Context.Value(lastOperation{}).(**operation); last != nil && resp != nil {
 		*last = o
@@ -272,6 +274,7 @@ func (o *operation) end(resp *http.Response, reason error) (*http.Response, erro
 	if h := o.t.Hooks.Done; h != nil {
 		h(o.Context, r)
 	}
+	o.ended = true
 	if resp != nil {
 		return resp, nil
 	}
@@ -280,15 +283,18 @@ func (o *operation) end(resp *http.Response, reason error) (*http.Response, erro
 
 // failure is the Error of an operation that ends without an answer.
 func (o *operation) failure() *Error {
-	e := &Error{Report: o.report.copy(), ended: o.ended, secrets: secretsOf(o.req)}
+	e := &Error{Report: o.report.copy()}
 	if o.now != nil && o.now.noted {
 		e.Last = e.Attempts[len(e.Attempts)-1].Err
 	}
 	if p := (*proxyError)(nil); errors.As(e.Last, &p) {
 		e.StatusCode, e.Header = p.status, p.header
 	}
-	if o.lost != nil {
-		e.StatusCode, e.Header, e.Body = o.lost.status, o.lost.header, o.lost.body
+	if late := o.late; late != nil {
+		e.ended = late.ended
+		if late.status != 0 {
+			e.StatusCode, e.Header, e.Body = late.status, late.header, late.body
+		}
 	}
 	return e
 }
@@ -300,12 +306,12 @@ func (o *operation) settle(answered bool) {
 		now = time.Now()
 	}
 	switch {
-	case budget == nil: // the policy is invalid
+	case budget == nil || len(o.report.Attempts) == 0 || budget.untouched(): // nothing is owed
 	case answered && !o.failed && o.took > 0:
-		budget.give(o.target, int(o.took), now)
+		budget.give(o.target(), int(o.took), now)
 	case answered && !o.failed && o.counted == 1 && len(o.report.Attempts) == 1:
-		budget.give(o.target, 1, now)
+		budget.give(o.target(), 1, now)
 	default:
-		budget.give(o.target, int(o.lastTook), now)
+		budget.give(o.target(), int(o.lastTook), now)
 	}
 }

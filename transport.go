@@ -108,6 +108,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 	o := &operation{Context: req.Context(), t: t, req: req}
 	defer o.leave()
+	defer o.abandon()
 	if err := o.begin(); err != nil {
 		return o.end(nil, err)
 	}
@@ -176,8 +177,7 @@ type operation struct {
 	t   *Transport
 	req *http.Request
 
-	target     origin  // of this request
-	home       *origin // of the operation's first request, where that is another
+	home       *origin // of the operation's first request; nil: of this one
 	scope      string
 	keyed      bool // the request carries a key
 	minted     bool // made for this call: nobody can have used it before
@@ -185,11 +185,11 @@ type operation struct {
 	afterWrite bool // the GET that follows a write
 	isHop      bool // it goes on after a redirect
 	inGate     bool // it has the turn of its key
+	ended      bool // no panic passed
 	uncounted  bool // the next attempt does not count
 	failed     bool // the last attempt was a failure of the origin
 	offPool    bool // the next attempt needs a connection of its own
 	chance     chances
-	onWire     string // the key as it goes out
 	fresh      uuid.UUID
 
 	body    body
@@ -197,18 +197,17 @@ type operation struct {
 	cell    *cell
 
 	started   time.Time
-	firstSend time.Time // of the key, as far as known
-	counted   int32     // attempts that count
-	waits     int32     // waits for an operation in progress
-	took      int32     // tokens taken from the budget
-	lastTook  int32     // by the retry that is being waited for
-	waitGen   generator
+	sentFirst time.Duration // after started, negative before it: the first send of the key
+	wasSent   bool          // sentFirst is known
+	counted   int32         // attempts that count
+	waits     int32         // waits for an operation in progress
+	took      int32         // tokens taken from the budget
+	lastTook  int32         // by the retry that is being waited for
 
 	now   *attempt // the running or last attempt
 	first attempt
 	resp  *http.Response // its answer, if it is still open
-	lost  *lastAnswer    // its answer, if it was read and discarded
-	ended error          // the caller's ctx.Err(), or DeadlineExceeded
+	late  *aftermath
 
 	report     Report
 	firstEntry [1]Attempt
@@ -228,10 +227,50 @@ func (o *operation) Value(key any) any {
 // chances that came and went; each comes once.
 type chances struct{ prepared, expectDropped, reconnected bool }
 
-type lastAnswer struct {
-	status int
+// aftermath is what is kept of an operation that goes wrong.
+type aftermath struct {
+	status int // of the last attempt's answer, if it was read and discarded
 	header http.Header
 	body   []byte
+	ended  error // the caller's ctx.Err(), or DeadlineExceeded
+	waits  generator
+}
+
+func (o *operation) aftermath() *aftermath {
+	if o.late == nil {
+		o.late = new(aftermath)
+	}
+	return o.late
+}
+
+// endedBy notes that the caller's context, or its deadline, ended the
+// operation.
+func (o *operation) endedBy(err error) {
+	o.aftermath().ended = err
+}
+
+// discarded notes what the last attempt's answer was; 0: there was none.
+func (o *operation) discarded(status int, header http.Header, body []byte) {
+	if o.late != nil || status != 0 {
+		late := o.aftermath()
+		late.status, late.header, late.body = status, header, body[:min(len(body), maxErrorBody)]
+	}
+}
+
+// lastHeader is the header of the last attempt's answer; nil: there was none.
+func (o *operation) lastHeader() http.Header {
+	switch {
+	case o.resp != nil:
+		return o.resp.Header
+	case o.late != nil:
+		return o.late.header
+	}
+	return nil
+}
+
+// noteSend remembers the first send of the key.
+func (o *operation) noteSend(at time.Time) {
+	o.sentFirst, o.wasSent = at.Sub(o.started), true
 }
 
 // begin checks the request and chooses its key. An operation begins here and
@@ -248,7 +287,6 @@ func (o *operation) begin() error {
 		return err
 	}
 	o.started = time.Now()
-	o.target = originOf(req.URL)
 	previous := operationOf(req.Response)
 	switch {
 	case previous == nil:
@@ -266,11 +304,19 @@ func (o *operation) begin() error {
 	}
 	o.repeatable = o.keyed || repeatable(o.method())
 	if err := context.Cause(o.Context); err != nil {
-		o.ended = o.Err()
+		o.endedBy(o.Err())
 		return err
 	}
-	if err := o.body.take(req, t.policy.MaxRequestBuffer); err != nil {
+	if err := o.body.take(o.Context, req, t.policy.MaxRequestBuffer); err != nil {
+		if o.Err() != nil {
+			o.endedBy(o.Err())
+		}
 		return err
+	}
+	if previous != nil && !o.afterWrite {
+		if err := o.body.follows(&previous.body); err != nil {
+			return err
+		}
 	}
 	if !o.keyed || o.minted {
 		return nil // a minted key meets nobody
@@ -310,7 +356,7 @@ func checkRequest(req *http.Request) error {
 func (o *operation) chooseKey() error {
 	d := &o.t.dialect
 	if !d.keys(o.method()) || o.Context.Value(noKey{}) != nil {
-		o.minted = true
+		o.minted = o.Context.Value(noKey{}) != nil || !o.bringsKey()
 		return nil
 	}
 	if c, _ := o.Context.Value(operationCell{}).(*cell); c != nil {
@@ -353,10 +399,7 @@ func (o *operation) chooseKey() error {
 
 func (o *operation) setKey(key, from string) error {
 	o.keyed = true
-	o.report.Key, o.report.KeyFrom, o.onWire = key, from, key
-	if o.t.dialect.Quoted {
-		o.onWire = quote(key)
-	}
+	o.report.Key, o.report.KeyFrom = key, from
 	return nil
 }
 
@@ -376,7 +419,7 @@ func (o *operation) claimKey() error {
 		}
 	}
 	if err := o.t.gates.enter(o.Context, o.gate(), o.request); err != nil {
-		o.ended = o.Err()
+		o.endedBy(o.Err())
 		return err
 	}
 	o.inGate = true
@@ -385,9 +428,12 @@ func (o *operation) claimKey() error {
 	}
 	o.started = time.Now()
 	if o.cell != nil {
-		o.firstSend = o.cell.first()
+		first := o.cell.first()
 		if s := o.cell.op.Started; !s.IsZero() {
-			o.firstSend = s
+			first = s
+		}
+		if !first.IsZero() {
+			o.noteSend(first)
 		}
 	}
 	return nil
@@ -408,11 +454,11 @@ func (o *operation) writes() bool { return o.keyed || !safe(o.method()) }
 // follow goes on with the operation that was redirected.
 func (o *operation) follow(previous *operation) error {
 	o.inherit(previous)
-	o.keyed, o.onWire = previous.keyed, previous.onWire
+	o.keyed = previous.keyed
 	o.request, o.cell = previous.request, previous.cell
 	carries := o.keyed || o.req.Body != nil && o.req.Body != http.NoBody
 	from, to := previous.req.URL, o.req.URL
-	if carries && o.target != originOf(from) && (o.t.AllowRedirect == nil || !o.t.AllowRedirect(from, to)) {
+	if carries && o.target() != originOf(from) && (o.t.AllowRedirect == nil || !o.t.AllowRedirect(from, to)) {
 		return redirectRefused(from, to)
 	}
 	return nil
@@ -429,15 +475,34 @@ func (o *operation) inherit(previous *operation) {
 	o.isHop, o.uncounted = true, true
 	o.minted, o.scope = previous.minted, previous.scope
 	if o.home = previous.home; o.home == nil {
-		o.home = &previous.target
+		home := previous.target()
+		o.home = &home
 	}
-	o.started, o.firstSend = previous.started, previous.firstSend
+	o.started, o.sentFirst, o.wasSent = previous.started, previous.sentFirst, previous.wasSent
 	// Not took: the RoundTrip that was redirected has settled with the budget.
 	o.counted, o.waits, o.chance = previous.counted, previous.waits, previous.chance
-	o.waitGen = previous.waitGen
+	if previous.late != nil {
+		o.aftermath().waits = previous.late.waits
+	}
 	o.report = previous.report
 	o.report.Attempts = append([]Attempt(nil), previous.report.Attempts...)
 	o.report.Reason = nil
+}
+
+// abandon lets go of everything when a hook, Classify, Prepare or the base
+// panics; the panic goes on.
+func (o *operation) abandon() {
+	if o.ended {
+		return
+	}
+	o.answer.holdsGate = false
+	if o.resp != nil {
+		closeBody(o.resp.Body)
+	}
+	if o.now != nil {
+		o.now.release()
+	}
+	_ = o.body.own.Close()
 }
 
 // leave hands the turn of the key on, unless a streamed answer still has it.
@@ -450,11 +515,13 @@ func (o *operation) leave() {
 
 func (o *operation) method() string { return method(o.req) }
 
+func (o *operation) target() origin { return originOf(o.req.URL) }
+
 func (o *operation) gate() gateKey { return gateKey{o.scope, o.report.Key} }
 
 // abroad reports whether the request goes to another origin than the
 // operation's first one.
-func (o *operation) abroad() bool { return o.home != nil && *o.home != o.target }
+func (o *operation) abroad() bool { return o.home != nil && *o.home != o.target() }
 
 // copyHeader is the attempt's own copy of the caller's header, with one value
 // of the key. The values are copied into the attempt, so that nothing that a
@@ -471,6 +538,9 @@ func (o *operation) copyHeader(a *attempt) http.Header {
 		if o.chance.expectDropped && strings.EqualFold(name, "Expect") {
 			continue
 		}
+		if len(values) == 0 && replayed(name) {
+			continue // nothing would be on the wire, but net/http would repeat the request by itself
+		}
 		if len(spare)+len(values) > cap(spare) {
 			spare = make([]string, 0, len(values)+len(from))
 		}
@@ -479,16 +549,23 @@ func (o *operation) copyHeader(a *attempt) http.Header {
 		h[name] = spare[n:len(spare):len(spare)]
 	}
 	if o.keyed {
-		a.key[0] = o.onWire
+		a.key[0] = o.report.Key
+		if d.Quoted {
+			a.key[0] = quote(o.report.Key)
+		}
 		h[d.Header] = a.key[:]
 	}
 	return h
 }
 
+// replayed names the headers for which net/http takes any request for one that
+// it may send again by itself.
+func replayed(name string) bool { return name == "Idempotency-Key" || name == "X-Idempotency-Key" }
+
 // ownsKeyHeader reports whether the caller's key header is replaced or taken
-// off. On a method that gets no key it is left alone.
+// off. On a method that gets no key it is left alone, but at another origin.
 func (o *operation) ownsKeyHeader() bool {
-	return o.keyed || o.afterWrite || o.Context.Value(noKey{}) != nil
+	return o.keyed || o.afterWrite || o.abroad() || o.Context.Value(noKey{}) != nil
 }
 
 func repeatable(method string) bool {

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"runtime"
 	"slices"
 	"time"
 
@@ -21,12 +22,14 @@ const slice = 20 * time.Millisecond
 
 func main() {
 	rounds := flag.Int("rounds", 100, "rounds; each takes 80 ms")
+	procs := flag.Int("procs", 1, "GOMAXPROCS. With 1, a call pays for all that it causes; with more, the collector and the goroutine of http.Client.Timeout run beside it for nothing")
 	gate := flag.Float64("gate", 0, "fail if idem takes more than this share of bare-timeout; 0: no gate")
 	flag.Parse()
 	if *rounds < 1 {
 		fmt.Fprintln(os.Stderr, "benchratio: -rounds must be at least 1")
 		os.Exit(2)
 	}
+	runtime.GOMAXPROCS(*procs)
 	ratio, err := compare(*rounds)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "benchratio:", err)

@@ -1,0 +1,448 @@
+package idem_test
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/idem-go/idem"
+	"github.com/idem-go/idem/fakeserver"
+)
+
+// TestRefusalAfterASendThatNetHTTPRepeatedIsUnknown has the first send executed and its connection closed; net/http repeats it within the attempt and meets a 403.
+func TestRefusalAfterASendThatNetHTTPRepeatedIsUnknown(t *testing.T) {
+	var effects atomic.Int32
+	url := rawServer(t, func(n int, c net.Conn, r *bufio.Reader) {
+		for {
+			req, err := http.ReadRequest(r)
+			if err != nil {
+				return
+			}
+			_, _ = io.Copy(io.Discard, req.Body)
+			switch {
+			case req.Method == "GET":
+				_, _ = io.WriteString(c, "HTTP/1.1 204 No Content\r\n\r\n")
+			case n == 1:
+				effects.Add(1)
+				return
+			default:
+				_, _ = io.WriteString(c, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+			}
+		}
+	})
+	client := &http.Client{Transport: &idem.Transport{Base: newBase(t), Policy: casePolicy()}}
+	warm, err := client.Get(url)
+	require.NoError(t, err)
+	readAll(t, warm)
+	resp, err := client.Post(url+"/v1/payments/p1/cancel", "", nil)
+	require.NoError(t, err)
+	readAll(t, resp)
+	rep := idem.ReportOf(resp)
+	require.Equal(t, int32(1), effects.Load())
+	require.Equal(t, 2, rep.Sends)
+	require.Equal(t, idem.Unknown, rep.Outcome, "%+v", rep)
+}
+
+// TestDoEndsThoughTheBodyOfTheLastAnswerDoesNot has a last 503 whose body trickles for ever.
+func TestDoEndsThoughTheBodyOfTheLastAnswerDoesNot(t *testing.T) {
+	virtual(t, func(t *testing.T) {
+		s := inMemory(t)
+		require.NoError(t, s.Inject(fakeserver.Fault{Kind: fakeserver.Endless, Status: 503, Delay: time.Second}))
+		c := idem.NewClient(over(s))
+		start := time.Now()
+		_, err := c.Do(newPayment(t, context.Background(), s, "r"))
+		require.ErrorIs(t, err, idem.ErrAttemptsExhausted)
+		require.Less(t, time.Since(start), 5*time.Minute)
+	})
+}
+
+// TestRequestBufferWithoutALimitSendsTheBody has the largest MaxRequestBuffer that there is.
+func TestRequestBufferWithoutALimitSendsTheBody(t *testing.T) {
+	var got string
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		if r.Body != nil {
+			b, _ := io.ReadAll(r.Body)
+			_ = r.Body.Close()
+			got = string(b)
+		}
+		return answer(r, 200, nil, "ok"), nil
+	})}
+	tr.Policy.MaxRequestBuffer = math.MaxInt64
+	req, _ := http.NewRequest("POST", "http://h/", io.NopCloser(io.MultiReader(strings.NewReader("pay"))))
+	resp, err := tr.RoundTrip(req)
+	require.NoError(t, err)
+	readAll(t, resp)
+	require.Equal(t, "pay", got)
+}
+
+// TestRequestBufferWithoutALimitComparesTheBody is the same for a named key, whose body is hashed.
+func TestRequestBufferWithoutALimitComparesTheBody(t *testing.T) {
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		return answer(r, 200, nil, "ok"), nil
+	})}
+	tr.Policy.MaxRequestBuffer = math.MaxInt64
+	resp, err := tr.RoundTrip(newPost(t, idem.WithKey(context.Background(), "k"), "http://h/", "{}"))
+	require.NoError(t, err)
+	readAll(t, resp)
+}
+
+// TestNoKeysRequestWithAKeyHeaderIsNotRepeatedByNetHTTP has an SDK that sets the header at a provider that ignores it.
+func TestNoKeysRequestWithAKeyHeaderIsNotRepeatedByNetHTTP(t *testing.T) {
+	var effects atomic.Int32
+	url := rawServer(t, func(n int, c net.Conn, r *bufio.Reader) {
+		for {
+			req, err := http.ReadRequest(r)
+			if err != nil {
+				return
+			}
+			_, _ = io.Copy(io.Discard, req.Body)
+			switch {
+			case req.Method == "GET":
+				_, _ = io.WriteString(c, "HTTP/1.1 204 No Content\r\n\r\n")
+			case n == 1:
+				effects.Add(1)
+				return
+			default:
+				effects.Add(1)
+				_, _ = io.WriteString(c, "HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n")
+			}
+		}
+	})
+	client := &http.Client{Transport: &idem.Transport{Base: newBase(t), Policy: casePolicy(), Dialect: idem.NoKeys}}
+	warm, err := client.Get(url)
+	require.NoError(t, err)
+	readAll(t, warm)
+	req, _ := http.NewRequest("POST", url+"/v1/payments/p1/capture", nil)
+	req.Header.Set("Idempotency-Key", "sdk-key")
+	resp, err := client.Do(req)
+	if err == nil {
+		readAll(t, resp)
+	}
+	require.Equal(t, int32(1), effects.Load())
+}
+
+// TestRedirectHopWithOtherContentIsNotSent has a GetBody that gives the hop another amount.
+func TestRedirectHopWithOtherContentIsNotSent(t *testing.T) {
+	for _, key := range []string{"", "k"} {
+		s := onLoopback(t)
+		require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Redirect, Status: 307, Location: "/v1/payments"}))
+		ctx := context.Background()
+		if key != "" {
+			ctx = idem.WithKey(ctx, key)
+		}
+		req := newPost(t, ctx, s.URL()+"/v1/payments", paymentJSON("r", 1999))
+		req.Body = io.NopCloser(io.MultiReader(strings.NewReader(paymentJSON("r", 1999))))
+		n := 0
+		req.GetBody = func() (io.ReadCloser, error) {
+			n++
+			amount := 1999
+			if key == "" || n > 1 {
+				amount = 2999
+			}
+			return io.NopCloser(strings.NewReader(paymentJSON("r", amount))), nil
+		}
+		resp, err := idem.NewClient(over(s)).Do(req)
+		if err == nil {
+			t.Errorf("%q: %s", key, readAll(t, resp))
+		}
+	}
+}
+
+// TestDeadlineEndsTheReadingOfARequestBody has a pipe into which nobody writes.
+func TestDeadlineEndsTheReadingOfARequestBody(t *testing.T) {
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		return answer(r, 200, nil, "ok"), nil
+	})}
+	pr, pw := io.Pipe()
+	defer pw.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
+	defer cancel()
+	req, _ := http.NewRequestWithContext(ctx, "POST", "http://h/", pr)
+	done := make(chan error, 1)
+	go func() { _, err := tr.RoundTrip(req); done <- err }()
+	select {
+	case err := <-done:
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+	case <-time.After(2 * time.Second):
+		pw.Close()
+		t.Fatal("hangs past the deadline")
+	}
+}
+
+// TestHeaderThatNetHTTPDoesNotSendCannotCarryTheKey has headers that net/http leaves out of the map.
+func TestHeaderThatNetHTTPDoesNotSendCannotCarryTheKey(t *testing.T) {
+	for _, h := range []string{"Host", "Content-Length", "Transfer-Encoding", "Trailer"} {
+		s := onLoopback(t)
+		s.Apply(fakeserver.Settings{Optional: true})
+		require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Reset, Point: fakeserver.AfterEffect}))
+		d := idem.Dialect{Name: "x", Header: h}
+		resp, err := over(s, func(t *idem.Transport) { t.Dialect = d }).RoundTrip(newPayment(t, context.Background(), s, "r"))
+		if err == nil {
+			readAll(t, resp)
+		}
+		if len(s.Effects()) > 1 || !errors.Is(err, idem.ErrInvalid) {
+			t.Errorf("%s: %d effects, %v", h, len(s.Effects()), err)
+		}
+	}
+}
+
+// TestMarkThatCannotWorkIsInvalid has marks without the place that they compare.
+func TestMarkThatCannotWorkIsInvalid(t *testing.T) {
+	for _, m := range []idem.Mark{{Status: 422, Contains: "sold-out"}, {Status: 422, Equals: "sold-out"}, {Status: 422, Value: "true"}, {Status: 422, Pointer: "type"}, {}} {
+		d := idem.Generic
+		d.Refusal = []idem.Mark{m}
+		n := 0
+		tr := &idem.Transport{Policy: casePolicy(), Dialect: d, Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			if n++; n == 1 {
+				return nil, io.ErrUnexpectedEOF
+			}
+			return answer(r, 422, http.Header{"Content-Type": {"application/json"}}, `{"type":"validation"}`), nil
+		})}
+		resp, err := tr.RoundTrip(newPost(t, context.Background(), "http://h/", "{}"))
+		if err == nil {
+			readAll(t, resp)
+			t.Errorf("%+v: %v", m, idem.OutcomeOf(resp, nil))
+		}
+	}
+}
+
+// TestCredentialThatPrepareSetIsNotInTheText has a base that quotes it.
+func TestCredentialThatPrepareSetIsNotInTheText(t *testing.T) {
+	var logs bytes.Buffer
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		return nil, fmt.Errorf("gateway refused %s", r.Header.Get("Authorization"))
+	})}
+	tr.Policy.MaxAttempts = 1
+	tr.Prepare = func(r *http.Request) error { r.Header.Set("Authorization", "Bearer sk_live_secret"); return nil }
+	_, err := tr.RoundTrip(newPost(t, context.Background(), "http://h/", "{}"))
+	slog.New(slog.NewTextHandler(&logs, nil)).Error("x", "err", err)
+	require.NotContains(t, err.Error(), "sk_live_secret")
+	require.NotContains(t, logs.String(), "sk_live_secret")
+}
+
+// TestReportByValueLogsNoSecrets logs what WithReport filled.
+func TestReportByValueLogsNoSecrets(t *testing.T) {
+	var logs bytes.Buffer
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		return nil, fmt.Errorf("refused %s", r.Header.Get("Authorization"))
+	})}
+	tr.Policy.MaxAttempts = 1
+	var rep idem.Report
+	req := newPost(t, idem.WithReport(context.Background(), &rep), "http://h/", "{}")
+	req.Header.Set("Authorization", "Bearer sk_live_secret")
+	_, err := tr.RoundTrip(req)
+	require.Error(t, err)
+	slog.New(slog.NewTextHandler(&logs, nil)).Error("x", "report", rep)
+	require.NotContains(t, logs.String(), "sk_live_secret")
+}
+
+// TestSecretThatBeginsLikeAnotherIsRedactedWhole has one query value that is the beginning of another.
+func TestSecretThatBeginsLikeAnotherIsRedactedWhole(t *testing.T) {
+	leaks := 0
+	for range 50 {
+		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			return nil, fmt.Errorf("bad token %s", r.URL.Query().Get("token"))
+		})}
+		tr.Policy.MaxAttempts = 1
+		_, err := tr.RoundTrip(newPost(t, context.Background(), "http://h/?a=sk_live&token=sk_live_4242", "{}"))
+		if strings.Contains(err.Error(), "4242") {
+			leaks++
+		}
+	}
+	require.Zero(t, leaks)
+}
+
+// TestStreamThatPrepareReadIsNotSentEmpty has a signer that reads a body that can be read only once.
+func TestStreamThatPrepareReadIsNotSentEmpty(t *testing.T) {
+	sent := -1
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		b, err := io.ReadAll(r.Body)
+		_ = r.Body.Close()
+		if err != nil {
+			return nil, err
+		}
+		sent = len(b)
+		return answer(r, 200, nil, "ok"), nil
+	})}
+	tr.Policy.MaxRequestBuffer = 10
+	tr.Prepare = func(r *http.Request) error { _, err := io.Copy(io.Discard, r.Body); return err }
+	req, _ := http.NewRequest("POST", "http://h/", io.NopCloser(io.MultiReader(strings.NewReader(strings.Repeat("x", 100)))))
+	resp, err := tr.RoundTrip(req)
+	if err == nil {
+		readAll(t, resp)
+	}
+	require.ErrorIs(t, err, idem.ErrInvalid, "sent %d", sent)
+}
+
+// TestAnswerWithoutABodyDoesNotHoldTheKey has a caller who does not close what is empty.
+func TestAnswerWithoutABodyDoesNotHoldTheKey(t *testing.T) {
+	s := onLoopback(t)
+	url := rawServer(t, func(n int, c net.Conn, r *bufio.Reader) {
+		for {
+			req, err := http.ReadRequest(r)
+			if err != nil {
+				return
+			}
+			_, _ = io.Copy(io.Discard, req.Body)
+			_, _ = io.WriteString(c, "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+		}
+	})
+	_ = s
+	tr := &idem.Transport{Base: newBase(t), Policy: casePolicy()}
+	tr.Policy.MaxAttempts = 1
+	resp, err := tr.RoundTrip(newPost(t, idem.WithKey(context.Background(), "k"), url, "{}"))
+	require.NoError(t, err)
+	require.Equal(t, http.NoBody, http.NoBody)
+	_ = resp // not closed: a bare client has nothing to close
+	ctx, cancel := context.WithTimeout(idem.WithKey(context.Background(), "k"), time.Second)
+	defer cancel()
+	resp, err = tr.RoundTrip(newPost(t, ctx, url, "{}"))
+	require.NoError(t, err)
+	readAll(t, resp)
+}
+
+// TestPanicInTheDoneHookFreesTheKey has a streamed answer, which holds the key.
+func TestPanicInTheDoneHookFreesTheKey(t *testing.T) {
+	var boom atomic.Bool
+	boom.Store(true)
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		resp := answer(r, 200, nil, "x")
+		resp.ContentLength = -1
+		return resp, nil
+	})}
+	tr.Hooks.Done = func(context.Context, *idem.Report) {
+		if boom.Swap(false) {
+			panic("hook")
+		}
+	}
+	require.Panics(t, func() { _, _ = tr.RoundTrip(newPost(t, idem.WithKey(context.Background(), "k"), "http://h/", "{}")) })
+	ctx, cancel := context.WithTimeout(idem.WithKey(context.Background(), "k"), time.Second)
+	defer cancel()
+	resp, err := tr.RoundTrip(newPost(t, ctx, "http://h/", "{}"))
+	require.NoError(t, err)
+	readAll(t, resp)
+}
+
+// TestAnswerBesideAnErrorMayLackItsBody has a base that breaks the contract.
+func TestAnswerBesideAnErrorMayLackItsBody(t *testing.T) {
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		return &http.Response{StatusCode: 500}, errors.New("both")
+	})}
+	require.NotPanics(t, func() {
+		_, err := tr.RoundTrip(newPost(t, context.Background(), "http://h/", "{}"))
+		require.Error(t, err)
+	})
+}
+
+// TestWriteWithoutAKeyWhoseOutcomeIsUnknownIsWarnedOf is what SlogHooks promises for each write.
+func TestWriteWithoutAKeyWhoseOutcomeIsUnknownIsWarnedOf(t *testing.T) {
+	var logs bytes.Buffer
+	tr := &idem.Transport{Policy: casePolicy(), Dialect: idem.NoKeys, Base: roundTripFunc(func(r *http.Request) (*http.Response, error) { return nil, io.ErrUnexpectedEOF })}
+	tr.Hooks = idem.SlogHooks(slog.New(slog.NewTextHandler(&logs, nil)))
+	_, err := tr.RoundTrip(newPost(t, context.Background(), "http://h/", "{}"))
+	require.Error(t, err)
+	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err))
+	require.Contains(t, logs.String(), "level=WARN")
+}
+
+// TestContentLengthOfAnAnswerIsNotBelievedForMemory has a server that announces more than there is memory.
+func TestContentLengthOfAnAnswerIsNotBelievedForMemory(t *testing.T) {
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		resp := answer(r, 200, nil, "ok")
+		resp.ContentLength = math.MaxInt64 - 1
+		return resp, nil
+	})}
+	tr.Policy.MaxResponseBuffer = math.MaxInt64
+	require.NotPanics(t, func() {
+		resp, err := tr.RoundTrip(newPost(t, context.Background(), "http://h/", "{}"))
+		if err == nil {
+			readAll(t, resp)
+		}
+	})
+}
+
+// TestFileThatDoesNotKnowItsSizeIsSent reads a file of procfs, whose size is 0.
+func TestFileThatDoesNotKnowItsSizeIsSent(t *testing.T) {
+	f, err := os.Open("/proc/self/status")
+	if err != nil {
+		t.Skip()
+	}
+	n := 0
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		if r.Body != nil {
+			b, _ := io.ReadAll(r.Body)
+			_ = r.Body.Close()
+			n = len(b)
+		}
+		return answer(r, 200, nil, "ok"), nil
+	})}
+	req, _ := http.NewRequest("POST", "http://h/", f)
+	resp, err := tr.RoundTrip(req)
+	require.NoError(t, err)
+	readAll(t, resp)
+	require.Positive(t, n)
+}
+
+// TestKeyHeaderOnAMethodWithoutKeysClaimsNoRefusal has a PUT that may have been sent before with its key.
+func TestKeyHeaderOnAMethodWithoutKeysClaimsNoRefusal(t *testing.T) {
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) { return answer(r, 404, nil, ""), nil })}
+	req, _ := http.NewRequest("PUT", "http://h/", strings.NewReader("x"))
+	req.Header.Set("Idempotency-Key", "used-before")
+	resp, err := tr.RoundTrip(req)
+	require.NoError(t, err)
+	require.Equal(t, idem.Unknown, idem.OutcomeOf(resp, nil))
+}
+
+// TestDiscardedAnswerIsClosedWhereTheContextDoesNotEndIt has a body that only Close ends.
+func TestDiscardedAnswerIsClosedWhereTheContextDoesNotEndIt(t *testing.T) {
+	n := 0
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		if n++; n > 1 {
+			return answer(r, 200, nil, "ok"), nil
+		}
+		resp := answer(r, 503, nil, "")
+		pr, _ := io.Pipe()
+		resp.Body, resp.ContentLength = pr, -1
+		return resp, nil
+	})}
+	done := make(chan error, 1)
+	go func() {
+		resp, err := tr.RoundTrip(newPost(t, context.Background(), "http://h/", "{}"))
+		if err == nil {
+			_ = resp.Body.Close()
+		}
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		require.NoError(t, err)
+	case <-time.After(3 * time.Second):
+		t.Fatal("hangs")
+	}
+}
+
+// TestReportsOfNestedContextsAreBothWritten has a middleware with a report of its own.
+func TestReportsOfNestedContextsAreBothWritten(t *testing.T) {
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) { return answer(r, 200, nil, ""), nil })}
+	var a, b idem.Report
+	ctx := idem.WithReport(idem.WithReport(context.Background(), &a), &b)
+	resp, err := tr.RoundTrip(newPost(t, ctx, "http://h/", "{}"))
+	require.NoError(t, err)
+	readAll(t, resp)
+	require.Equal(t, idem.Executed, b.Outcome)
+	require.Equal(t, idem.Executed, a.Outcome)
+}
