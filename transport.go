@@ -188,6 +188,7 @@ type operation struct {
 	ended      bool // no panic passed
 	uncounted  bool // the next attempt does not count
 	failed     bool // the last attempt was a failure of the origin
+	wasSent    bool // sentFirst is known
 	offPool    bool // the next attempt needs a connection of its own
 	chance     chances
 	fresh      uuid.UUID
@@ -198,7 +199,6 @@ type operation struct {
 
 	started   time.Time
 	sentFirst time.Duration // after started, negative before it: the first send of the key
-	wasSent   bool          // sentFirst is known
 	counted   int32         // attempts that count
 	waits     int32         // waits for an operation in progress
 	took      int32         // tokens taken from the budget
