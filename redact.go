@@ -76,6 +76,9 @@ func credentials(req *http.Request) (all []string) {
 			}
 		}
 	}
+	if user, password, ok := req.BasicAuth(); ok {
+		all = append(all, user, password)
+	}
 	for _, c := range req.Cookies() {
 		all = append(all, c.Value)
 	}
