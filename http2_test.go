@@ -4,12 +4,14 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/tls"
 	"encoding/binary"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/http/httptrace"
 	"net/http/httputil"
 	"net/url"
 	"slices"
@@ -703,6 +705,57 @@ func TestFaultsOverHTTP2(t *testing.T) {
 			}
 		})
 	}
+}
+
+// pinned is an HTTP/2 of somebody else (golang.org/x/net/http2 configures a
+// transport in this way) whose only connection is dead: whoever comes with a
+// new one is put on that one.
+type pinned struct{ conn *tls.Conn }
+
+func (p *pinned) RoundTrip(req *http.Request) (*http.Response, error) {
+	httptrace.ContextClientTrace(req.Context()).GotConn(httptrace.GotConnInfo{Conn: p.conn, Reused: true})
+	_ = req.Body.Close()
+	<-req.Context().Done()
+	return nil, req.Context().Err()
+}
+
+func TestDeadConnectionOfAnotherHTTP2IsLeft(t *testing.T) {
+	s := onLoopback(t)
+	f := newHTTP2Front(t, s)
+	f.base.TLSNextProto = map[string]func(string, *tls.Conn) http.RoundTripper{
+		"h2": func(_ string, c *tls.Conn) http.RoundTripper {
+			t.Cleanup(func() { _ = c.Close() })
+			return &pinned{c}
+		},
+	}
+	f.base.TLSClientConfig.NextProtos = []string{"h2", "http/1.1"}
+	tr := onWire(f.base, func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 100 * time.Millisecond })
+	resp, err := tr.RoundTrip(newPost(t, t.Context(), f.url+"/v1/payments", paymentJSON("h2", 1999)))
+	require.NoError(t, err)
+	readAll(t, resp)
+	require.Len(t, s.Effects(), 1)
+	require.Len(t, idem.ReportOf(resp).Attempts, 2)
+	require.Equal(t, idem.Executed, idem.OutcomeOf(resp, nil))
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	require.Equal(t, map[string]int{"HTTP/2.0": 1}, f.protos, "beside that pool, and still over HTTP/2")
+}
+
+// A base whose owner has switched HTTP/2 off has none beside its pool either.
+func TestBaseWithoutHTTP2StaysWithoutIt(t *testing.T) {
+	s := onLoopback(t)
+	f := newHTTP2Front(t, s)
+	f.base.TLSNextProto = map[string]func(string, *tls.Conn) http.RoundTripper{}
+	f.base.ForceAttemptHTTP2 = false
+	require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Status, Status: 408}, fakeserver.Fault{}))
+	resp, err := onWire(f.base).RoundTrip(newPost(t, t.Context(), f.url+"/v1/payments", paymentJSON("h1", 1999)))
+	require.NoError(t, err)
+	readAll(t, resp)
+	require.Len(t, s.Effects(), 1)
+	require.Len(t, s.Sends(), 2)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	require.Equal(t, map[string]int{"HTTP/1.1": 2}, f.protos)
 }
 
 func TestReusedKeyOverHTTP2IsRefused(t *testing.T) {

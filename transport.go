@@ -132,6 +132,9 @@ func (t *Transport) sideBase() http.RoundTripper {
 		if base, ok := t.base.(*http.Transport); ok {
 			side := base.Clone()
 			side.DisableKeepAlives = true
+			if side.TLSNextProto["h2"] != nil { // of golang.org/x/net/http2: a clone would share its pool
+				side.TLSNextProto, side.ForceAttemptHTTP2 = nil, true
+			}
 			t.side = side
 		}
 	})
