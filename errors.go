@@ -104,7 +104,7 @@ func (e *Error) Error() string {
 	if e.StatusCode != 0 {
 		fmt.Fprintf(&b, "; last answer %d %s", e.StatusCode, http.StatusText(e.StatusCode))
 	}
-	if e.Last != nil && e.Reason != nil {
+	if e.Last != nil && e.Reason != nil && !errors.Is(e.Last, e.Reason) {
 		b.WriteString("; last error: " + e.Last.Error())
 	}
 	if n := len(e.Attempts); n > 0 {
@@ -135,7 +135,7 @@ func (e *Error) happened() string {
 func (e *Error) next() string {
 	switch {
 	case errors.Is(e.Reason, ErrInvalid), errors.Is(e.Reason, ErrKeyInvalid):
-		return "correct it and call again; nothing was sent by this attempt"
+		return "correct it and call again; this call sent nothing"
 	case errors.Is(e.Reason, ErrKeyReused):
 		return "do not choose a new key before you know what the first request did"
 	case errors.Is(e.Reason, ErrKeyExpired):

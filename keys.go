@@ -106,6 +106,7 @@ type cell struct {
 	mu        sync.Mutex // guards what follows
 	bound     *fingerprint
 	firstSend time.Time
+	reached   bool // a send may have reached the server
 }
 
 // bind binds the cell to f, or says which request it is bound to.
@@ -129,6 +130,19 @@ func (c *cell) sent(now time.Time) time.Time {
 		c.firstSend = now
 	}
 	return c.firstSend
+}
+
+// reach notes that a send may have reached the server.
+func (c *cell) reach() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.reached = true
+}
+
+func (c *cell) mayBeSent() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.reached
 }
 
 func (c *cell) first() time.Time {

@@ -446,3 +446,23 @@ func TestReportsOfNestedContextsAreBothWritten(t *testing.T) {
 	require.Equal(t, idem.Executed, b.Outcome)
 	require.Equal(t, idem.Executed, a.Outcome)
 }
+
+// Without keys the outcome is at least that of the calls under one context.
+func TestUnkeyedOperationRemembersItsEarlierCall(t *testing.T) {
+	s := onLoopback(t)
+	s.Apply(fakeserver.Settings{Optional: true})
+	require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Reset, Point: fakeserver.AfterEffect}))
+	tr := over(s, func(tr *idem.Transport) { tr.Dialect = idem.NoKeys })
+	ctx := idem.WithOperation(context.Background(), idem.Operation{Name: "payment", ID: "order-1/1"})
+	_, err := tr.RoundTrip(newPayment(t, ctx, s, "order-1"))
+	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err))
+	s.Refuse(100)
+	_, err = tr.RoundTrip(newPayment(t, ctx, s, "order-1"))
+	require.Len(t, s.Effects(), 1)
+	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err), "the first call charged")
+	var e *idem.Error
+	require.ErrorAs(t, err, &e)
+	require.Equal(t, "payment/order-1/1", e.Operation.String())
+	_, err = tr.RoundTrip(newPayment(t, context.Background(), s, "order-2"))
+	require.Equal(t, idem.NotExecuted, idem.OutcomeOf(nil, err), "another request knows of no other call")
+}

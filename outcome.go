@@ -13,6 +13,14 @@ import (
 // Outcome is what the client knows about the effect of an operation. It is
 // the outcome of the operation, not of one call: an answer lost in the first
 // attempt and a replay in the third are together Executed.
+//
+// It depends on whose key it is. Where an earlier call or another process may
+// have used the key ([WithOperation], [WithKey], a key header), a plain 4xx and
+// a refused connection of this call say nothing about that call: the outcome is
+// Unknown, and the last [Attempt] has what this call alone shows. A replayed
+// 4xx, or one that the dialect lists under Refusal, is Refused all the same.
+// Where there is no key ([NoKeys], [WithoutKey]), it is the outcome of the calls
+// under one context.
 type Outcome int
 
 const (
@@ -57,7 +65,8 @@ type Report struct {
 	// "context" ([WithKey]), "header" (the request brought it; vendor SDKs do
 	// that), "minted" (made for this call), or "" (no key).
 	KeyFrom string
-	// Attempts in order, redirect hops and in-progress sends included.
+	// Attempts in order, redirect hops and in-progress sends included, so
+	// there may be more of them than the N of the last one says.
 	Attempts []Attempt
 	// Sends is the number of requests put on the wire, those that net/http
 	// repeated by itself included.

@@ -237,6 +237,9 @@ func (o *operation) note(r *result, v ruling) {
 		}
 	}
 	o.failed = v.failure
+	if o.cell != nil && e != neverSent {
+		o.cell.reach()
+	}
 	if h := o.t.Hooks.AttemptDone; h != nil {
 		h(context.WithoutCancel(a.Context), &o.report, *entry)
 	}

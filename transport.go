@@ -360,6 +360,13 @@ func (o *operation) chooseKey() error {
 	d := &o.t.dialect
 	if !d.keys(o.method()) || o.Context.Value(noKey{}) != nil {
 		o.minted = o.Context.Value(noKey{}) != nil || !o.bringsKey()
+		if c, _ := o.Context.Value(operationCell{}).(*cell); c != nil && o.writes() {
+			o.report.Operation, o.cell = c.op, c
+			if err := c.op.check(o.started); err != nil {
+				return err
+			}
+			o.minted = o.minted && !c.mayBeSent() // an earlier call under this context may have done it
+		}
 		return nil
 	}
 	if c, _ := o.Context.Value(operationCell{}).(*cell); c != nil {
