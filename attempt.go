@@ -366,7 +366,7 @@ func (a *attempt) failed(err error) result {
 	r.staleReused = got > 0 && a.reused.Load() && !limit && own == nil && o.Err() == nil && !timeout(err)
 	r.leaveThePool = r.staleReused || a.http2.Load() && (limit || timeout(err))
 	if p := (*proxyError)(nil); errors.As(err, &p) {
-		r.refusedByProxy(p)
+		r.refusedByProxy(p, got == 0)
 	}
 	r.err = quiet(r.err, o.secrets(a))
 	if o.t.policy.Classify != nil && o.Err() == nil {
@@ -375,10 +375,11 @@ func (a *attempt) failed(err error) result {
 	return r
 }
 
-// refusedByProxy: the tunnel was not made, so nothing reached the server. What
-// the proxy says of itself (4xx) will not change; a 5xx may.
-func (r *result) refusedByProxy(p *proxyError) {
-	r.notSent = true
+// refusedByProxy: the tunnel was not made, so nothing reached the server,
+// unless an earlier send of the attempt did. What the proxy says of itself (4xx)
+// will not change; a 5xx may.
+func (r *result) refusedByProxy(p *proxyError, notSent bool) {
+	r.notSent = notSent
 	r.permanent = p.status/100 != 5
 	r.throttled = p.status == http.StatusServiceUnavailable
 	r.retryAfter, r.asked = retryAfter(p.header, time.Now())
@@ -446,10 +447,9 @@ func (a *attempt) read(resp *http.Response) result {
 		r.leaveThePool = resp.StatusCode == http.StatusRequestTimeout || resp.StatusCode == http.StatusMisdirectedRequest
 	}
 	if p.Classify != nil {
-		rest := resp.Body
-		resp.Body = io.NopCloser(bytes.NewReader(a.doc.text))
-		r.overruled = p.Classify(resp, nil)
-		resp.Body = rest
+		shown := *resp
+		shown.Body = io.NopCloser(bytes.NewReader(a.doc.text))
+		r.overruled = p.Classify(&shown, nil)
 	}
 	return r
 }
@@ -515,7 +515,7 @@ func (a *attempt) buffer(limit int64) error {
 	}
 	text := make([]byte, 0, min(size, limit, defaultBuffer)+1) // the rest grows as it comes
 	var start time.Time
-	for {
+	for empty := 0; empty < 100; {
 		// What Content-Length promised is there: the end needs no waiting.
 		if int64(len(text)) != a.o.resp.ContentLength && !a.rearm(p, &start) {
 			a.doc.text = text
@@ -537,7 +537,11 @@ func (a *attempt) buffer(limit int64) error {
 		case len(text) == cap(text):
 			text = append(text, 0)[:len(text)]
 		}
+		if empty++; n > 0 {
+			empty = 0
+		}
 	}
+	return io.ErrNoProgress
 }
 
 // rearm gives the next bytes their time; false: it is over. start is when

@@ -54,7 +54,11 @@ func (c *Client) Do(req *http.Request) (*http.Response, error) {
 		if errors.As(err, &e) {
 			return nil, e
 		}
-		e = &Error{Last: quiet(err, longestFirst(credentials(req)))}
+		secrets := credentials(req)
+		if last != nil {
+			secrets = append(secrets, last.lastHeader().Get("Location")) // it may hold somebody's credentials
+		}
+		e = &Error{Last: quiet(err, longestFirst(secrets))}
 		if last != nil { // http.Client could not follow a redirect, or followed too many
 			e.Report, e.Header = last.report.copy(), last.lastHeader()
 			e.StatusCode = e.Attempts[len(e.Attempts)-1].Status

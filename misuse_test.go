@@ -11,6 +11,8 @@ import (
 	"math"
 	"net"
 	"net/http"
+	"net/http/httptest"
+	"net/url"
 	"os"
 	"strings"
 	"sync/atomic"
@@ -22,6 +24,26 @@ import (
 	"github.com/idem-go/idem"
 	"github.com/idem-go/idem/fakeserver"
 )
+
+// Without keys the outcome is at least that of the calls under one context.
+func TestUnkeyedOperationRemembersItsEarlierCall(t *testing.T) {
+	s := onLoopback(t)
+	s.Apply(fakeserver.Settings{Optional: true})
+	require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Reset, Point: fakeserver.AfterEffect}))
+	tr := over(s, func(tr *idem.Transport) { tr.Dialect = idem.NoKeys })
+	ctx := idem.WithOperation(context.Background(), idem.Operation{Name: "payment", ID: "order-1/1"})
+	_, err := tr.RoundTrip(newPayment(t, ctx, s, "order-1"))
+	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err))
+	s.Refuse(100)
+	_, err = tr.RoundTrip(newPayment(t, ctx, s, "order-1"))
+	require.Len(t, s.Effects(), 1)
+	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err), "the first call charged")
+	var e *idem.Error
+	require.ErrorAs(t, err, &e)
+	require.Equal(t, "payment/order-1/1", e.Operation.String())
+	_, err = tr.RoundTrip(newPayment(t, context.Background(), s, "order-2"))
+	require.Equal(t, idem.NotExecuted, idem.OutcomeOf(nil, err), "another request knows of no other call")
+}
 
 // TestRefusalAfterASendThatNetHTTPRepeatedIsUnknown has the first send executed and its connection closed; net/http repeats it within the attempt and meets a 403.
 func TestRefusalAfterASendThatNetHTTPRepeatedIsUnknown(t *testing.T) {
@@ -337,6 +359,27 @@ func TestPanicInTheDoneHookFreesTheKey(t *testing.T) {
 	readAll(t, resp)
 }
 
+// TestPanicLetsGoOfEverything has a Classify that panics: caller's body, answer and connection must not stay open.
+func TestPanicLetsGoOfEverything(t *testing.T) {
+	body := &closeCounter{Reader: strings.NewReader("{}")}
+	answered := &closeCounter{Reader: strings.NewReader("x")}
+	var attempt context.Context
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		attempt = r.Context()
+		_ = r.Body.Close()
+		resp := answer(r, 503, http.Header{"Content-Type": {"text/event-stream"}}, "")
+		resp.Body, resp.ContentLength = answered, -1
+		return resp, nil
+	})}
+	tr.Policy.Classify = func(*http.Response, error) idem.Verdict { panic("classify") }
+	req := newPost(t, context.Background(), "http://h/", "")
+	req.Body, req.GetBody, req.ContentLength = body, nil, -1
+	require.Panics(t, func() { _, _ = tr.RoundTrip(req) })
+	require.Equal(t, int32(1), body.closes.Load(), "the caller's body")
+	require.Equal(t, int32(1), answered.closes.Load(), "the answer")
+	require.Error(t, attempt.Err(), "the attempt's context")
+}
+
 // TestAnswerBesideAnErrorMayLackItsBody has a base that breaks the contract.
 func TestAnswerBesideAnErrorMayLackItsBody(t *testing.T) {
 	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
@@ -447,22 +490,177 @@ func TestReportsOfNestedContextsAreBothWritten(t *testing.T) {
 	require.Equal(t, idem.Executed, a.Outcome)
 }
 
-// Without keys the outcome is at least that of the calls under one context.
-func TestUnkeyedOperationRemembersItsEarlierCall(t *testing.T) {
-	s := onLoopback(t)
-	s.Apply(fakeserver.Settings{Optional: true})
-	require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Reset, Point: fakeserver.AfterEffect}))
-	tr := over(s, func(tr *idem.Transport) { tr.Dialect = idem.NoKeys })
-	ctx := idem.WithOperation(context.Background(), idem.Operation{Name: "payment", ID: "order-1/1"})
-	_, err := tr.RoundTrip(newPayment(t, ctx, s, "order-1"))
-	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err))
-	s.Refuse(100)
-	_, err = tr.RoundTrip(newPayment(t, ctx, s, "order-1"))
-	require.Len(t, s.Effects(), 1)
-	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err), "the first call charged")
-	var e *idem.Error
-	require.ErrorAs(t, err, &e)
-	require.Equal(t, "payment/order-1/1", e.Operation.String())
-	_, err = tr.RoundTrip(newPayment(t, context.Background(), s, "order-2"))
-	require.Equal(t, idem.NotExecuted, idem.OutcomeOf(nil, err), "another request knows of no other call")
+type readsNothing struct{}
+
+func (readsNothing) Read([]byte) (int, error) { return 0, nil }
+
+// TestAnswerThatReadsNothingEndsWithTheCallersContext has a body that breaks the advice of io.Reader.
+func TestAnswerThatReadsNothingEndsWithTheCallersContext(t *testing.T) {
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		resp := answer(r, 200, http.Header{"Content-Type": {"application/json"}}, "")
+		resp.Body, resp.ContentLength = io.NopCloser(readsNothing{}), -1
+		return resp, nil
+	})}
+	tr.Policy.MaxElapsed = 5 * time.Second
+	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	start := time.Now()
+	_, err := tr.RoundTrip(newPost(t, ctx, "http://h/", "{}"))
+	require.Error(t, err)
+	require.Less(t, time.Since(start), time.Second)
+}
+
+// TestReportIsNotThatOfARequestOfTheDoneHook has a hook that sends an audit event under the context that it gets.
+func TestReportIsNotThatOfARequestOfTheDoneHook(t *testing.T) {
+	audit := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		return answer(r, 200, nil, ""), nil
+	})}
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(*http.Request) (*http.Response, error) {
+		return nil, io.ErrUnexpectedEOF
+	})}
+	tr.Hooks.Done = func(ctx context.Context, _ *idem.Report) {
+		resp, err := audit.RoundTrip(newPost(t, ctx, "http://audit/", "done"))
+		require.NoError(t, err)
+		readAll(t, resp)
+	}
+	var report idem.Report
+	_, err := tr.RoundTrip(newPost(t, idem.WithReport(context.Background(), &report), "http://pay/", "{}"))
+	require.Error(t, err)
+	require.Equal(t, idem.Unknown, report.Outcome)
+}
+
+// TestLocationThatCannotBeReadIsNotInTheText has a 303 with user info, a query, and a bad port.
+func TestLocationThatCannotBeReadIsNotInTheText(t *testing.T) {
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		return answer(r, 303, http.Header{"Location": {"http://bob:hunter2@h:bad/?token=hunter3"}}, ""), nil
+	})}
+	_, err := idem.NewClient(tr).Do(newPost(t, context.Background(), "http://h/", "{}"))
+	require.Error(t, err)
+	require.NotContains(t, err.Error(), "hunter")
+}
+
+// TestDumpedErrorHoldsNoCredential prints the Error as debuggers and test libraries do.
+func TestDumpedErrorHoldsNoCredential(t *testing.T) {
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(*http.Request) (*http.Response, error) {
+		return nil, http.ErrHandlerTimeout
+	})}
+	tr.Policy.MaxAttempts = 1
+	req := newPost(t, context.Background(), "http://h/", "{}")
+	req.Header.Set("Authorization", "Bearer hunter4")
+	_, err := idem.NewClient(tr).Do(req)
+	require.Error(t, err)
+	require.NotContains(t, fmt.Sprintf("%#v", err), "hunter")
+}
+
+// TestRedirectToNowhereKeepsTheReport has a Location without a host, after the effect and before it.
+func TestRedirectToNowhereKeepsTheReport(t *testing.T) {
+	for _, location := range []string{"mailto:ops@example.com", "http:///v1/payments"} {
+		for _, fault := range []fakeserver.Fault{
+			{Kind: fakeserver.Redirect, Point: fakeserver.AfterEffect, Status: http.StatusSeeOther, Location: location},
+			{Kind: fakeserver.Redirect, Status: http.StatusTemporaryRedirect, Location: location},
+		} {
+			t.Run(fault.String(), func(t *testing.T) {
+				s := onLoopback(t)
+				require.NoError(t, s.Script("", fault))
+				var report idem.Report
+				_, err := idem.NewClient(over(s)).Do(newPayment(t, idem.WithReport(context.Background(), &report), s, "r"))
+				var e *idem.Error
+				require.ErrorAs(t, err, &e)
+				require.Equal(t, keysSent(s.Sends())[0], e.Key, "%v", err)
+				require.Equal(t, e.Key, report.Key)
+				require.Len(t, e.Attempts, 1)
+				want := idem.Unknown
+				if len(s.Effects()) == 1 {
+					want = idem.Executed
+				}
+				require.Equal(t, want, e.Outcome)
+			})
+		}
+	}
+}
+
+// TestTunnelRefusedToAHiddenSendProvesNothing has a first send executed on an idle tunnel that then dies; net/http
+// repeats it within the attempt, and the proxy refuses the new tunnel.
+func TestTunnelRefusedToAHiddenSendProvesNothing(t *testing.T) {
+	var effects atomic.Int32
+	origin := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodGet {
+			return
+		}
+		effects.Add(1)
+		panic(http.ErrAbortHandler)
+	}))
+	t.Cleanup(origin.Close)
+	proxy := rawServer(t, func(n int, c net.Conn, r *bufio.Reader) {
+		req, err := http.ReadRequest(r)
+		if err != nil {
+			return
+		}
+		if n > 1 {
+			_, _ = io.WriteString(c, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+			return
+		}
+		to, err := net.Dial("tcp", req.Host)
+		if err != nil {
+			return
+		}
+		_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\n\r\n")
+		go func() { _, _ = io.Copy(to, r); _ = to.Close() }()
+		_, _ = io.Copy(c, to)
+	})
+	proxyURL, err := url.Parse(proxy)
+	require.NoError(t, err)
+	base := origin.Client().Transport.(*http.Transport).Clone()
+	t.Cleanup(base.CloseIdleConnections)
+	base.ForceAttemptHTTP2, base.TLSClientConfig.NextProtos = false, nil
+	base.Proxy = http.ProxyURL(proxyURL)
+	base.OnProxyConnectResponse = idem.ProxyHook
+	tr := &idem.Transport{Base: base, Policy: casePolicy()}
+	client := &http.Client{Transport: tr}
+	warm, err := client.Get(origin.URL)
+	require.NoError(t, err)
+	readAll(t, warm)
+	var report idem.Report
+	req, err := http.NewRequestWithContext(idem.WithReport(context.Background(), &report), http.MethodPost, origin.URL+"/capture", nil)
+	require.NoError(t, err)
+	_, err = tr.RoundTrip(req)
+	require.Error(t, err)
+	require.Equal(t, int32(1), effects.Load())
+	require.Equal(t, idem.Unknown, report.Outcome, "%v", err)
+}
+
+// TestRedirectThatDropsTheBodyOfAGetIsFollowed has a GET with a body, which http.Client does not send again.
+func TestRedirectThatDropsTheBodyOfAGetIsFollowed(t *testing.T) {
+	for _, status := range []int{301, 302, 303} {
+		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			if r.URL.Path == "/from" {
+				return answer(r, status, http.Header{"Location": {"/to"}}, ""), nil
+			}
+			return answer(r, 200, nil, "ok"), nil
+		})}
+		req, err := http.NewRequest(http.MethodGet, "http://h/from", strings.NewReader("{}"))
+		require.NoError(t, err)
+		resp, err := (&http.Client{Transport: tr}).Do(req)
+		require.NoError(t, err, "%d", status)
+		require.Equal(t, "ok", readAll(t, resp))
+	}
+}
+
+// TestOperationStartedInAnotherAgeIsExpired has what databases make of an empty date in a local zone.
+func TestOperationStartedInAnotherAgeIsExpired(t *testing.T) {
+	for _, started := range []time.Time{
+		time.Date(1, 1, 1, 0, 0, 0, 0, time.FixedZone("", -3600)),
+		time.Date(1600, 1, 1, 0, 0, 0, 0, time.UTC),
+		time.Unix(0, 0),
+	} {
+		sends := 0
+		tr := &idem.Transport{Policy: casePolicy(), Dialect: idem.Stripe, Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			sends++
+			return answer(r, 200, nil, "{}"), nil
+		})}
+		ctx := idem.WithOperation(context.Background(), idem.Operation{Name: "refund", ID: "1", Started: started})
+		_, err := tr.RoundTrip(newPost(t, ctx, "http://h/", "{}"))
+		require.ErrorIs(t, err, idem.ErrKeyExpired, "%v", started)
+		require.Zero(t, sends)
+	}
 }

@@ -13,12 +13,12 @@ import (
 // quietError is an error of somebody else, with a text that may be shown. The
 // error itself stays reachable.
 type quietError struct {
-	error
-	text string
+	text  string
+	inner func() error // a func, so that no way of printing the struct prints it
 }
 
 func (e *quietError) Error() string { return e.text }
-func (e *quietError) Unwrap() error { return e.error }
+func (e *quietError) Unwrap() error { return e.inner() }
 
 // quiet takes out of the text of err what the requests keep to themselves:
 // a base transport is free to quote a request, or a server's echo of it.
@@ -38,7 +38,7 @@ func quiet(err error, secrets []string) error {
 	if text == err.Error() {
 		return err
 	}
-	return &quietError{err, text}
+	return &quietError{text, func() error { return err }}
 }
 
 // secrets are what the caller's request, the attempt made of it, and the

@@ -268,14 +268,14 @@ func (o *operation) end(resp *http.Response, reason error) (*http.Response, erro
 		o.handOver(resp)
 	}
 	r.write = o.afterWrite || o.writes()
+	if h := o.t.Hooks.Done; h != nil {
+		h(o.Context, r)
+	}
 	for t, _ := o.Context.Value(reportTarget{}).(*target); t != nil; t = t.outer {
 		*t.report = r.copy()
 	}
 	if last, _ := o.Context.Value(lastOperation{}).(**operation); last != nil && resp != nil {
 		*last = o
-	}
-	if h := o.t.Hooks.Done; h != nil {
-		h(o.Context, r)
 	}
 	o.ended = true
 	if resp != nil {

@@ -2,6 +2,7 @@ package idem
 
 import (
 	"context"
+	"math"
 	"net/http"
 	"net/url"
 	"strings"
@@ -273,7 +274,7 @@ func (o *operation) lastHeader() http.Header {
 
 // noteSend remembers the first send of the key.
 func (o *operation) noteSend(at time.Time) {
-	o.sentFirst, o.wasSent = at.Sub(o.started), true
+	o.sentFirst, o.wasSent = max(at.Sub(o.started), -math.MaxInt64/2), true // so that its age can be reckoned
 }
 
 // begin checks the request and chooses its key. An operation begins here and
@@ -285,12 +286,17 @@ func (o *operation) begin() error {
 	if err == nil {
 		err = checkRequest(req)
 	}
-	if err != nil {
+	previous := operationOf(req.Response)
+	switch {
+	case err != nil && previous != nil:
+		o.inherit(previous) // its key and its attempts stand
+		o.afterWrite = !o.continues(previous)
+		return err
+	case err != nil:
 		o.minted = !o.named()
 		return err
 	}
 	o.started = time.Now()
-	previous := operationOf(req.Response)
 	switch {
 	case previous == nil:
 		if t.Scope != nil {
@@ -316,7 +322,7 @@ func (o *operation) begin() error {
 		}
 		return err
 	}
-	if previous != nil && !o.afterWrite {
+	if previous != nil && keepsBody(req.Response.StatusCode) {
 		if err := o.body.follows(&previous.body); err != nil {
 			return err
 		}
@@ -454,9 +460,12 @@ func (o *operation) continues(previous *operation) bool {
 	if previous.afterWrite {
 		return false
 	}
-	status := o.req.Response.StatusCode
-	return o.method() == previous.method() &&
-		(status == http.StatusTemporaryRedirect || status == http.StatusPermanentRedirect || !previous.writes())
+	return o.method() == previous.method() && (keepsBody(o.req.Response.StatusCode) || !previous.writes())
+}
+
+// keepsBody reports whether a redirect asks for the same method and body.
+func keepsBody(status int) bool {
+	return status == http.StatusTemporaryRedirect || status == http.StatusPermanentRedirect
 }
 
 func (o *operation) writes() bool { return o.keyed || !safe(o.method()) }
