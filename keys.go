@@ -74,7 +74,7 @@ func (op Operation) check(now time.Time) error {
 // anything is sent. An operation that lacks a name or an id, or has a Started
 // in the future, is ErrInvalid at the request.
 func WithOperation(ctx context.Context, op Operation) context.Context {
-	return context.WithValue(ctx, operationCell{}, &cell{op: op})
+	return context.WithValue(withKeys(ctx), operationCell{}, &cell{op: op})
 }
 
 // WithKey returns a context under which a request carries key, as made by
@@ -82,14 +82,29 @@ func WithOperation(ctx context.Context, op Operation) context.Context {
 // [WithOperation] it binds the context to the first keyed request. A key
 // that the dialect cannot carry is ErrKeyInvalid at the request.
 func WithKey(ctx context.Context, key string) context.Context {
-	return context.WithValue(ctx, keyCell{}, &cell{key: key})
+	return context.WithValue(withKeys(ctx), keyCell{}, &cell{key: key})
 }
 
 // WithoutKey returns a context under which requests carry no key, whatever
 // the header says, so that a POST is repeated only when it is proved that
-// nothing reached the server.
+// nothing reached the server. A WithOperation or WithKey further in switches
+// keys on again.
 func WithoutKey(ctx context.Context) context.Context {
 	return context.WithValue(ctx, noKey{}, true)
+}
+
+// withKeys is ctx with keys on.
+func withKeys(ctx context.Context) context.Context {
+	if keyless(ctx) {
+		return context.WithValue(ctx, noKey{}, false)
+	}
+	return ctx
+}
+
+// keyless reports whether WithoutKey switched keys off.
+func keyless(ctx context.Context) bool {
+	off, _ := ctx.Value(noKey{}).(bool)
+	return off
 }
 
 type (

@@ -664,3 +664,22 @@ func TestOperationStartedInAnotherAgeIsExpired(t *testing.T) {
 		require.Zero(t, sends)
 	}
 }
+
+func TestInnermostWordOnKeysCounts(t *testing.T) {
+	s := onLoopback(t)
+	s.Apply(fakeserver.Settings{Optional: true})
+	op := idem.Operation{Name: "payment", ID: "order-1/1"}
+	for _, c := range []struct {
+		ctx  context.Context
+		from string
+	}{
+		{idem.WithOperation(idem.WithoutKey(context.Background()), op), "operation"},
+		{idem.WithKey(idem.WithoutKey(context.Background()), "test-key-1"), "context"},
+		{idem.WithoutKey(idem.WithOperation(context.Background(), op)), ""},
+	} {
+		resp, err := over(s).RoundTrip(newPayment(t, c.ctx, s, "order-1"))
+		require.NoError(t, err)
+		readAll(t, resp)
+		require.Equal(t, c.from, idem.ReportOf(resp).KeyFrom)
+	}
+}

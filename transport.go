@@ -335,7 +335,7 @@ func (o *operation) begin() error {
 
 // named reports whether the caller, or the code between, brought a key.
 func (o *operation) named() bool {
-	if o.Context.Value(noKey{}) != nil || o.t.dialect.Header == "" {
+	if keyless(o.Context) || o.t.dialect.Header == "" {
 		return false
 	}
 	if operationOf(o.req.Response) != nil || o.Context.Value(operationCell{}) != nil || o.Context.Value(keyCell{}) != nil {
@@ -364,8 +364,8 @@ func checkRequest(req *http.Request) error {
 // chooseKey takes the first key that applies.
 func (o *operation) chooseKey() error {
 	d := &o.t.dialect
-	if !d.keys(o.method()) || o.Context.Value(noKey{}) != nil {
-		o.minted = o.Context.Value(noKey{}) != nil || !o.bringsKey()
+	if !d.keys(o.method()) || keyless(o.Context) {
+		o.minted = keyless(o.Context) || !o.bringsKey()
 		if c, _ := o.Context.Value(operationCell{}).(*cell); c != nil && o.writes() {
 			o.report.Operation, o.cell = c.op, c
 			if err := c.op.check(o.started); err != nil {
@@ -584,7 +584,7 @@ func replayed(name string) bool { return name == "Idempotency-Key" || name == "X
 // ownsKeyHeader reports whether the caller's key header is replaced or taken
 // off. On a method that gets no key it is left alone, but at another origin.
 func (o *operation) ownsKeyHeader() bool {
-	return o.keyed || o.afterWrite || o.abroad() || o.Context.Value(noKey{}) != nil
+	return o.keyed || o.afterWrite || o.abroad() || keyless(o.Context)
 }
 
 func repeatable(method string) bool {
