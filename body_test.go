@@ -231,7 +231,7 @@ func TestC04_LargeUploadIsNotHeldInMemory(t *testing.T) {
 		size = 64 << 20
 	}
 	const limit = 8 << 20 // of the growth of the heap
-	upload := func(t *testing.T, s *fakeserver.Server, edit func(*http.Request, *atomic.Uint64)) (resp *http.Response, err error, grown uint64) {
+	upload := func(t *testing.T, s *fakeserver.Server, edit func(*http.Request, *atomic.Uint64)) (resp *http.Response, grown uint64, err error) {
 		t.Helper()
 		runtime.GC()
 		before := heap()
@@ -244,12 +244,12 @@ func TestC04_LargeUploadIsNotHeldInMemory(t *testing.T) {
 		}
 		tr := over(s, func(tr *idem.Transport) { tr.Policy.MaxRequestBuffer = 1 << 20 })
 		resp, err = tr.RoundTrip(req)
-		return resp, err, max(largest.Load(), before) - before
+		return resp, max(largest.Load(), before) - before, err
 	}
 
 	t.Run("that succeeds", func(t *testing.T) {
 		s := onLoopback(t)
-		resp, err, grown := upload(t, s, nil)
+		resp, grown, err := upload(t, s, nil)
 		require.NoError(t, err)
 		readAll(t, resp)
 		effects := s.Effects()
@@ -263,7 +263,7 @@ func TestC04_LargeUploadIsNotHeldInMemory(t *testing.T) {
 	t.Run("that fails after its last byte", func(t *testing.T) {
 		s := onLoopback(t)
 		require.NoError(t, s.Inject(fakeserver.Fault{Kind: fakeserver.Status, Status: 503}))
-		resp, err, grown := upload(t, s, nil)
+		resp, grown, err := upload(t, s, nil)
 		require.NoError(t, err)
 		require.Contains(t, readAll(t, resp), "injected-fault")
 		require.Empty(t, s.Effects())
@@ -297,7 +297,7 @@ func TestC04_LargeUploadIsNotHeldInMemory(t *testing.T) {
 			t.Run(name, func(t *testing.T) {
 				s := onLoopback(t)
 				require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Status, Status: 500}, fakeserver.Fault{}))
-				resp, err, grown := upload(t, s, func(req *http.Request, largest *atomic.Uint64) { source(t, req, largest) })
+				resp, grown, err := upload(t, s, func(req *http.Request, largest *atomic.Uint64) { source(t, req, largest) })
 				require.NoError(t, err)
 				readAll(t, resp)
 				require.Len(t, s.Effects(), 1)

@@ -265,11 +265,3 @@ func FuzzFullJitter(f *testing.F) {
 		}
 	})
 }
-
-// knownDialects are resolved once, as a Transport does.
-var knownDialects = func() (all [4]Dialect) {
-	for i, d := range []Dialect{Generic, IETF, Stripe, NoKeys} {
-		all[i], _ = d.resolved()
-	}
-	return all
-}()

@@ -197,6 +197,7 @@ func TestC81_NoSecretInLogsHooksAndErrors(t *testing.T) {
 		{name: "through a proxy whose address cannot be read", url: "https://api.test", base: func(t *testing.T) http.RoundTripper {
 			base := newBase(t)
 			base.Proxy = func(*http.Request) (*url.URL, error) {
+				//lint:ignore SA1007 it must not parse
 				return url.Parse("http://proxy-user:" + secretProxy + "%zz@127.0.0.1:1")
 			}
 			return base
