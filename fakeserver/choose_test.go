@@ -97,7 +97,7 @@ func TestInvalidFaultAddsNothing(t *testing.T) {
 
 // The draws are checked on the pure choice, without any network.
 func TestRatesOfOneSeedShareOneDraw(t *testing.T) {
-	s := newServer()
+	s := newServer(nil)
 	require.NoError(t, s.Inject(
 		Fault{Kind: Reset, Rate: 0.1, Seed: 5}, Fault{Kind: Close, Rate: 0.2, Seed: 5}, Fault{Kind: Hang, Rate: 0.3, Seed: 5}))
 	counts := map[Kind]int{}
@@ -210,7 +210,7 @@ func TestMixedIsHalfBeforeAndHalfAfter(t *testing.T) {
 	require.InDelta(t, 0.175, before, 1e-9)
 	require.Nil(t, Mixed(0, 1))
 	require.Nil(t, Mixed(-1, 1))
-	s := newServer()
+	s := newServer(nil)
 	require.NoError(t, s.Inject(Mixed(2, 1)...), "above 1 counts as 1")
 	require.NoError(t, s.Inject(Storm(2)...))
 	require.NotNil(t, s.choose(&Send{Key: "k", KeySend: 1, Method: http.MethodPost}))

@@ -9,15 +9,18 @@
 //	s.Sends(fakeserver.Filter{Key: "order-1"})   // what the client sent for it
 //
 // [New] listens on a real loopback socket. [NewInMemory] runs the same http.Server over connections in memory; made, used
-// and closed inside a testing/synctest bubble, hours of waiting take milliseconds.
+// and closed inside a testing/synctest bubble, hours of waiting take milliseconds. [NewTLS] and [NewInMemoryTLS] speak
+// HTTP/2 and HTTP/1.1 over TLS.
 //
 // # Routes
 //
 //	POST   /v1/payments                                {"amount":1999,"currency":"usd","reference":"order-1","source":"tok_visa"}
 //	GET    /v1/payments?reference=order-1
 //	GET    /v1/payments/{id}
+//	PUT    /v1/payments/{id}/status                    {"status":"captured"}, or succeeded, or disputed
 //	POST   /v1/payments/{id}/refunds                   {"amount":500,"reference":"r-1"}
 //	POST   /v1/hotels/{hotel_id}/reservations          {"room_type":"double","guest":"Ada","reference":"trip-1","nights":2}
+//	GET    /v1/hotels/{hotel_id}/reservations?reference=trip-1
 //	GET    /v1/hotels/{hotel_id}/reservations/{id}
 //	DELETE /v1/hotels/{hotel_id}/reservations/{id}
 //	POST   /v1/uploads                                 any body of any size
@@ -25,7 +28,9 @@
 // Amounts are in minor units; [DeclinedAmount] and the source "tok_declined" are declined with 402. A reference is the
 // caller's own name for the thing, and optional. Every refusal is an RFC 9457 problem whose type ends in what happened:
 // card-declined (402), refund-too-large, sold-out (422), invalid-request (400, with errors naming the fields),
-// body-too-large (413, above 1 MiB), not-found (404), method-not-allowed (405), injected-fault.
+// duplicate-reference (409), body-too-large (413, above 1 MiB), not-found (404), method-not-allowed (405), injected-fault.
+//
+// [Server.Handle] adds routes of your own provider, behind the same keys, faults and ledger.
 //
 // # Idempotency
 //
@@ -36,7 +41,10 @@
 // same status, headers and body, and Idempotent-Replay: true. Stored are successes and answers that will not change (402,
 // 404 and 422 of an operation); a 400 and a 413 are not, and a failure before the effect frees the key. Once an effect
 // began, neither a fault nor a client that leaves can undo it or its stored answer. Keys are forgotten after
-// [Settings].Retention; then the same key is a new one. GET and DELETE take no notice of keys. [Settings] change all this.
+// [Settings].Retention; then the same key is a new one. GET, PUT and DELETE take no notice of keys. [Settings] change all
+// this: [Like] has those of real providers, [Broken] those of servers that get it wrong.
+//
+// [Server.AssertOneEffectPerOperation] is the test that a client must pass.
 //
 // # Faults
 //
@@ -53,8 +61,10 @@
 //	                after-effect     yes     nothing, until it gives up
 //	status          before-effect    no      any status, any Retry-After
 //	                after-effect     yes     the same; the true answer is replayed later
+//	                during-effect    yes     the same, at once; the effect happens Delay later
 //	html            before-effect    no      a gateway's page, 502 or any other status
 //	                after-effect     yes     the same, 200 for example
+//	                during-effect    yes     the same, at once; the effect happens Delay later
 //	redirect        before-effect    no      301, 302, 303, 307, 308
 //	                after-effect     yes     303 to the new resource
 //	early-answer    before-effect    no      an answer while it still sends the body; then the connection ends
@@ -79,21 +89,40 @@
 //	endless         before-effect    no      a status and a body without end
 //	                after-effect     yes     the same
 //	stale           after-answer     yes     its answer; the next request on the connection dies unheard
+//	extra           after-answer     yes     its answer, and a second one that nobody asked for
+//	big-headers     after-effect     yes     more headers than it takes
+//	                before-effect    no      the same
+//	bomb            in-body          yes     its answer, 64 MiB long, in a few KiB of gzip
+//	mangled         in-body          yes     a whole answer with half a document in it
+//	stream-reset    before-effect    no      RST_STREAM, REFUSED_STREAM for example
+//	                after-effect     yes     RST_STREAM
+//	go-away         before-effect    no      GOAWAY: its stream was not executed
+//	                after-effect     yes     GOAWAY: its stream may have been executed; then EOF
+//	freeze          before-effect    no      nothing, until it gives up the connection
+//	                after-effect     yes     the same
 //
-// Refused connections are not faults of a send: see [Server.Refuse]. [Mixed] and [Storm] are ready mixes for load tests.
+// The last three are for HTTP/2; over HTTP/1 the first two of them close the connection, and freeze hangs. Over HTTP/2,
+// reset and close end the whole connection; cut-headers, a stuck worker and a panic end the stream alone, with the code
+// INTERNAL_ERROR.
+//
+// What happens to a connection before any request is not the fault of a send: see [Server.ScriptConns], and [Server.Proxy]
+// for a proxy that refuses. [Server.Restart] ends all connections at once. [Mixed] and [Storm] are ready mixes for load
+// tests.
 //
 // # What it does not do
 //
-//   - No HTTP/2, no TLS, no proxy: GOAWAY, REFUSED_STREAM, certificate and CONNECT faults need another server.
-//   - No packets: no SYN black hole, no loss, no reordering, no bandwidth. In memory a reset is an error value and the
-//     window is 64 KiB.
-//   - Nothing survives Close. There is no disk, no replica and no restart to lose keys in.
+//   - No packets: no loss, no reordering, no bandwidth. A black hole is a dial that never returns; in memory a reset is an
+//     error value and the window is 64 KiB.
+//   - The HTTP/2 is that of net/http, with frames changed, added or swallowed: no trailers, no push, no HTTP/3.
+//   - No load: an answer does not come later because there are many requests, and nothing is rejected for it.
+//   - Nothing survives Close. There is no disk; a restart loses what ran and, if so set, the keys, and nothing else.
 //   - Credentials are told apart but never checked, and every caller sees every payment.
 //   - Effects are atomic: there is no half-done one, and no rollback.
 //   - The JSON routes take no notice of Content-Type, unknown fields, or the key order of a body: two spellings of one
 //     object are two payloads.
-//   - A payment stays succeeded; there is no capture, dispute or event, and no overbooking by date: a room is free or not.
-//   - The network re-delivers only by a duplicate fault, and a request lost to a stale connection is not among the sends.
+//   - The status of a payment is a word without rules, there are no events, and a room is free or not, whatever the date.
+//   - The network re-delivers only by a duplicate fault, and a request lost to a stale or frozen connection is not among
+//     the sends.
 //   - The delays of faults follow time.Now (virtual or real), never [Server.Advance].
 //   - Keys, sends and effects are kept in memory without a limit; [Settings].ForgetHeaders saves most of it.
 package fakeserver

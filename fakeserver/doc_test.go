@@ -30,10 +30,13 @@ func TestTheTableOfFaultsIsTrue(t *testing.T) {
 					if f.Point == BeforeEffect {
 						f.Location = "/elsewhere"
 					}
-				case Slow, Late, Trickle, SlowRead, Endless, Duplicate:
-					if f.Kind != Duplicate || f.Point == DuringEffect {
-						f.Delay = time.Second
-					}
+				case Bomb, BigHeaders:
+					f.Bytes = 1 << 16 // their defaults take a second of real time
+				case Late, Trickle, SlowRead, Endless:
+					f.Delay = time.Second
+				}
+				if f.Point == DuringEffect && f.Kind != Stuck {
+					f.Delay = time.Second
 				}
 				inject(t, s, f)
 				c := pay("order-1")

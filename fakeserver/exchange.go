@@ -18,6 +18,9 @@ type exchange struct {
 	r     *http.Request
 	q     *request
 	fault *Fault // nil = none
+
+	frames *frames // of its connection; nil = it is not HTTP/2
+	stream uint32  // that it came on, over HTTP/2
 }
 
 // exchange takes a request from its headers to its answer. The fault may end it at any of three places.
@@ -27,6 +30,7 @@ func (s *Server) exchange(rt *route, w http.ResponseWriter, r *http.Request) {
 	}
 	defer s.leave()
 	x := s.arrive(rt, w, r)
+	defer s.ended(x.q.send)
 	stage := x.fault.stage()
 	if stage == atHeaders && x.strike(nil) {
 		return
@@ -35,30 +39,77 @@ func (s *Server) exchange(rt *route, w http.ResponseWriter, r *http.Request) {
 		x.drop() // the request never arrived whole, so nothing is executed
 		return
 	}
-	if stage == beforeRun && x.strike(nil) {
-		return
+	if stage == beforeRun {
+		x.claimFirst()
+		if x.strike(nil) {
+			return
+		}
 	}
 	a := x.run()
 	if a.none {
 		x.drop()
 		return
 	}
-	if stage == afterRun && x.strike(&a) {
+	a = x.stamp(a)
+	if stage == afterRun {
+		if x.fault.Point != AfterEffect {
+			x.remember()
+		}
+		if x.strike(&a) {
+			return
+		}
+	}
+	x.remember()
+	x.reply(a)
+}
+
+// claimFirst reserves the key of a request that is about to fail, at a server that frees no key.
+func (x *exchange) claimFirst() {
+	s, q := x.s, x.q
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.settings.ClaimFirst || s.lookup(q.scoped(s.settings)) != nil {
 		return
 	}
-	x.reply(a)
+	if rec, _, proceed := s.claim(q); proceed {
+		s.die(rec, s.settings.Lease)
+	}
+}
+
+func (x *exchange) remember() {
+	x.s.mu.Lock()
+	defer x.s.mu.Unlock()
+	x.s.remember(x.q)
+}
+
+// stamp adds what every answer of a provider carries.
+func (x *exchange) stamp(a answer) answer {
+	x.s.mu.Lock()
+	t := x.s.settings
+	x.s.mu.Unlock()
+	if t.RequestIDHeader != "" && a.get(t.RequestIDHeader) == "" {
+		a = a.with(t.RequestIDHeader, "req_"+strconv.Itoa(x.q.send.N))
+	}
+	if t.EchoKey && x.q.key != "" && a.get(t.KeyHeader) == "" {
+		a = a.with(t.KeyHeader, x.q.key)
+	}
+	return a
 }
 
 // arrive lists the send and chooses its fault.
 func (s *Server) arrive(rt *route, w http.ResponseWriter, r *http.Request) *exchange {
+	x := &exchange{s: s, w: w, r: r}
+	if c, ok := r.Context().Value(connOf{}).(*secureConn); ok && r.ProtoMajor == 2 {
+		x.frames, x.stream = c.frames, streamOf(r.Header)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	t := s.settings
 	q := &request{http: r, route: rt, caller: callerOf(r.Header.Get("Authorization"), t.KeyPer)}
 	keys := r.Header.Values(t.KeyHeader)
-	q.key, q.keyFault = keyOf(keys, t, rt.keyed)
+	q.key, q.keyFault = keyOf(keys, t, rt.wants)
 	if !rt.keyed {
-		q.keyFault = nil // only a POST is refused for its key
+		q.keyFault = nil // nobody looks at the key
 	}
 	conn, _ := r.Context().Value(connNumber{}).(int)
 	q.send = &Send{
@@ -76,7 +127,7 @@ func (s *Server) arrive(rt *route, w http.ResponseWriter, r *http.Request) *exch
 	s.keySends[count]++
 	q.send.KeySend = s.keySends[count]
 	s.list(q.send)
-	x := &exchange{s: s, w: w, r: r, q: q}
+	x.q = q
 	if chosen := s.choose(q.send); chosen != nil {
 		q.send.Fault = chosen.text
 		f := chosen.Fault
@@ -132,6 +183,8 @@ func (x *exchange) run() answer {
 		return x.runTwice()
 	case f.is(Stuck):
 		return x.runStuck()
+	case f != nil && f.Point == DuringEffect && (f.Kind == Status || f.Kind == HTML):
+		return x.runBehind()
 	case f.is(StoredFailure) && !x.s.wait(f.Delay, x.gone()):
 		return answer{none: true}
 	default:
@@ -162,7 +215,7 @@ func (x *exchange) reply(a answer) {
 		return // the client has left
 	}
 	x.note(a.status)
-	x.headers(a)
+	x.headers(x.stamp(a))
 	if bodyAllowed(a.status) {
 		_, _ = x.w.Write(a.body) // a client that leaves now is its own business
 	}
@@ -206,28 +259,35 @@ var lastAnswer = field{"Connection", "close"}
 func (x *exchange) seize() net.Conn {
 	conn, _, err := http.NewResponseController(x.w).Hijack()
 	if err != nil {
-		panic(http.ErrAbortHandler) // the connection is already gone
+		panic(http.ErrAbortHandler) // the connection is already gone, or HTTP/2
 	}
-	x.s.mu.Lock()
-	closed := x.s.closed
-	if x.s.hijacked != nil {
-		x.s.hijacked[conn] = struct{}{}
-	}
-	x.s.mu.Unlock()
-	if closed {
-		_ = conn.Close()
-	}
+	x.s.hold(conn)
 	return conn
 }
 
-func (x *exchange) release(conn net.Conn) {
-	_ = conn.Close()
-	x.s.mu.Lock()
-	defer x.s.mu.Unlock()
-	delete(x.s.hijacked, conn)
+func (x *exchange) release(conn net.Conn) { x.s.release(conn) }
+
+// hold keeps a connection that net/http does not know, for Close and Restart to end.
+func (s *Server) hold(conn net.Conn) {
+	s.mu.Lock()
+	closed := s.closed
+	if s.hijacked != nil {
+		s.hijacked[conn] = struct{}{}
+	}
+	s.mu.Unlock()
+	if closed {
+		_ = conn.Close()
+	}
 }
 
-// drop closes the connection without an answer.
+func (s *Server) release(conn net.Conn) {
+	_ = conn.Close()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.hijacked, conn)
+}
+
+// drop closes the connection without an answer. Over HTTP/2 it ends the stream, and does not return.
 func (x *exchange) drop() { x.release(x.seize()) }
 
 // gone is closed when the client has left. It is reliable only after the body was read.

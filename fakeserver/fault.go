@@ -23,8 +23,10 @@ type Fault struct {
 	RetryAfter string        // Retry-After of that answer, any text; "\n" separates several header lines; "" = none
 	Delay      time.Duration // what the kind says; for a kind that says nothing, the fault is held so long before it acts
 	Location   string        // of a Redirect; "other" = the same path at OtherURL
-	Bytes      int           // Reset and Close before the effect: see there; CutHeaders, CutBody: how much is sent, 0 = half
-	Encoding   string        // of CutBody: "length" (also ""), "chunked" or "gzip"
+	Bytes      int           // how much of something: see Reset, Close, CutHeaders, CutBody, Mangled (0 = half), BigHeaders, Bomb
+	Encoding   string        // of CutBody: "length" (also ""), "chunked", "bad-chunk" or "gzip"
+	Code       string        // of StreamReset and GoAway: an HTTP/2 error code such as "REFUSED_STREAM"; "" = the kind's default
+	Last       string        // of GoAway: the last stream that it names is "below", "at" or "above" the request's own
 
 	// Rate is the share of sends that it hits, 0 < Rate <= 1. Zero: every one.
 	// The draw depends on Seed, key and KeySend only, so a run repeats whatever the scheduling. Faults with the same
@@ -83,8 +85,9 @@ const (
 	// Hang never answers: before or after the effect. It ends when the client leaves or the server closes.
 	Hang Kind = "hang"
 	// Status answers with any status and Retry-After: before or after the effect. After it the true answer stays stored.
+	// During the effect: it answers at once, and the effect happens Delay later.
 	Status Kind = "status"
-	// HTML answers with a gateway's HTML page of Status (0 = 502): before or after the effect.
+	// HTML answers with a gateway's HTML page of Status (0 = 502): before, after or, as for Status, during the effect.
 	HTML Kind = "html"
 	// Redirect answers with Status 301, 302, 303, 307 (0 = this) or 308 to Location: before the effect; a 303 also after
 	// it, where an empty Location is the new resource.
@@ -108,8 +111,9 @@ const (
 	Trickle Kind = "trickle"
 	// CutHeaders ends the connection within the status line or the headers of the answer, after Bytes (0 = half): in the headers.
 	CutHeaders Kind = "cut-headers"
-	// CutBody ends the answer within its body, after Bytes (0 = half), in one of three Encodings: a Content-Length that is
-	// not kept, a missing last chunk, or a damaged gzip stream under a correct Content-Length: in the body.
+	// CutBody ends the answer within its body, after Bytes (0 = half), in one of four Encodings: a Content-Length that is
+	// not kept, a missing last chunk, a chunk whose size is no number, or a damaged gzip stream under a correct
+	// Content-Length: in the body.
 	// An answer without a body is cut in its headers.
 	CutBody Kind = "cut-body"
 	// Garbage answers with bytes that are not HTTP: after or before the effect.
@@ -127,6 +131,26 @@ const (
 	// During the effect: a gateway loses patience with the first, which takes Delay, and hands the client the answer
 	// that the copy gets meanwhile (in progress).
 	Duplicate Kind = "duplicate"
+	// StreamReset ends the HTTP/2 stream with RST_STREAM and Code (empty = INTERNAL_ERROR), and not the connection: before or
+	// after the effect. REFUSED_STREAM says that nothing was executed, which is a lie after the effect.
+	StreamReset Kind = "stream-reset"
+	// GoAway sends GOAWAY with Code (empty = NO_ERROR) over HTTP/2, and no answer: before or after the effect. A Last of
+	// "below" (empty = this, before the effect) says that the stream was not executed; "at" (empty = this, after it) and
+	// "above" say that it may have been, and the connection closes.
+	GoAway Kind = "go-away"
+	// Freeze leaves an HTTP/2 connection open and dead: no frame is answered any more, not even a PING, and what is sent on
+	// it is lost and not listed: before or after the effect.
+	Freeze Kind = "freeze"
+	// BigHeaders answers with headers of Bytes (0 = 11 MiB), over HTTP/2 in CONTINUATION frames, and then no body: after or
+	// before the effect.
+	BigHeaders Kind = "big-headers"
+	// Bomb is the answer under gzip, with so much white space behind it that Bytes (0 = 64 MiB) come out: in the body.
+	Bomb Kind = "bomb"
+	// Mangled is an answer that is whole as HTTP, but what it says ends after Bytes (0 = half), so it is not JSON: in the body.
+	Mangled Kind = "mangled"
+	// Extra sends a second answer, "200" and another payment, that nobody asked for, behind the first: after the answer.
+	// Over HTTP/2 there is no such thing.
+	Extra Kind = "extra"
 )
 
 // kind is how a kind of fault behaves and what it may be given.
@@ -138,6 +162,8 @@ type kind struct {
 }
 
 var (
+	beforeAfterOrDuring = []Point{BeforeEffect, AfterEffect, DuringEffect}
+
 	beforeOrAfter = []Point{BeforeEffect, AfterEffect}
 	afterOrBefore = []Point{AfterEffect, BeforeEffect}
 	onlyBefore    = []Point{BeforeEffect}
@@ -148,8 +174,8 @@ var kinds = map[Kind]kind{
 	Reset:         {points: beforeOrAfter, takes: "bytes", act: (*exchange).reset},
 	Close:         {points: beforeOrAfter, takes: "bytes", act: (*exchange).close},
 	Hang:          {points: beforeOrAfter, act: (*exchange).hang},
-	Status:        {points: beforeOrAfter, takes: "status retry_after", act: (*exchange).status},
-	HTML:          {points: beforeOrAfter, takes: "status", act: (*exchange).html},
+	Status:        {points: beforeAfterOrDuring, takes: "status retry_after", act: (*exchange).status},
+	HTML:          {points: beforeAfterOrDuring, takes: "status", act: (*exchange).html},
 	Redirect:      {points: beforeOrAfter, takes: "status location", act: (*exchange).redirect},
 	EarlyAnswer:   {points: onlyBefore, takes: "status retry_after", ownDelay: true, act: (*exchange).earlyAnswer},
 	StoredFailure: {points: afterOrBefore, takes: "status retry_after"},
@@ -165,6 +191,13 @@ var kinds = map[Kind]kind{
 	Endless:       {points: beforeOrAfter, takes: "status", ownDelay: true, act: (*exchange).endless},
 	Stale:         {points: []Point{AfterAnswer}, ownDelay: true, act: (*exchange).stale},
 	Duplicate:     {points: []Point{BeforeEffect, AfterEffect, DuringEffect}, ownDelay: true},
+	StreamReset:   {points: beforeOrAfter, takes: "code", act: (*exchange).streamReset},
+	GoAway:        {points: beforeOrAfter, takes: "code last", act: (*exchange).goAway},
+	Freeze:        {points: beforeOrAfter, act: (*exchange).freeze},
+	BigHeaders:    {points: afterOrBefore, takes: "bytes", act: (*exchange).bigHeaders},
+	Bomb:          {points: []Point{InBody}, takes: "bytes", act: (*exchange).bomb},
+	Mangled:       {points: []Point{InBody}, takes: "bytes", act: (*exchange).mangled},
+	Extra:         {points: []Point{AfterAnswer}, ownDelay: true, act: (*exchange).extra},
 }
 
 type stage int
@@ -178,9 +211,9 @@ const (
 
 func (f *Fault) stage() stage {
 	switch {
-	case f == nil || kinds[f.Kind].act == nil:
+	case f == nil || kinds[f.Kind].act == nil || f.Point == DuringEffect:
 		return never
-	case f.Kind == EarlyAnswer, f.Kind == SlowRead, f.Bytes != 0 && f.Point == BeforeEffect:
+	case f.Kind == EarlyAnswer, f.Kind == SlowRead, f.Bytes != 0 && f.Point == BeforeEffect && f.Kind != BigHeaders:
 		return atHeaders
 	case f.Point == BeforeEffect:
 		return beforeRun
@@ -211,7 +244,7 @@ func (f Fault) Validate() error {
 	}
 	for name, set := range map[string]bool{
 		"status": f.Status != 0, "retry_after": f.RetryAfter != "", "location": f.Location != "",
-		"bytes": f.Bytes != 0, "encoding": f.Encoding != "",
+		"bytes": f.Bytes != 0, "encoding": f.Encoding != "", "code": f.Code != "", "last": f.Last != "",
 	} {
 		if set && !slices.Contains(strings.Fields(k.takes), name) {
 			return faultError(name, "a "+string(f.Kind)+" fault does not use it")
@@ -229,16 +262,22 @@ func (f Fault) Validate() error {
 		return faultError("location", "is needed before the effect")
 	case f.Bytes < -1, f.Bytes < 0 && f.Kind != Reset && f.Kind != Close:
 		return faultError("bytes", "is negative")
-	case f.Bytes != 0 && f.Point == AfterEffect:
+	case f.Bytes != 0 && f.Point == AfterEffect && f.Kind != BigHeaders:
 		return faultError("bytes", "means the request's body, which has been read after the effect")
-	case !slices.Contains([]string{"", "length", "chunked", "gzip"}, f.Encoding):
-		return faultError("encoding", "must be length, chunked or gzip")
+	case !slices.Contains([]string{"", "length", "chunked", "bad-chunk", "gzip"}, f.Encoding):
+		return faultError("encoding", "must be length, chunked, bad-chunk or gzip")
+	case f.Code != "" && !slices.Contains(errorCodes, f.Code):
+		return faultError("code", "is not an HTTP/2 error code such as CANCEL")
+	case !slices.Contains([]string{"", "below", "at", "above"}, f.Last):
+		return faultError("last", "must be below, at or above")
 	case f.Delay < 0:
 		return faultError("delay", "is negative")
+	case f.Delay != 0 && f.Kind == Extra:
+		return faultError("delay", "an extra fault does not use it")
 	case f.Delay == 0 && (f.Kind == Slow || f.Kind == Late || f.Kind == SlowRead || f.Kind == Trickle):
 		return faultError("delay", "is needed by a "+string(f.Kind)+" fault")
-	case f.Delay == 0 && f.Kind == Duplicate && f.Point == DuringEffect:
-		return faultError("delay", "is needed by a duplicate during the effect")
+	case f.Delay == 0 && f.Point == DuringEffect && f.Kind != Stuck:
+		return faultError("delay", "is needed by a "+string(f.Kind)+" fault during the effect")
 	case f.Delay != 0 && f.Kind == Duplicate && f.Point == BeforeEffect:
 		return faultError("delay", "does not go with a duplicate before the effect: both copies come at once")
 	case math.IsNaN(f.Rate) || f.Rate < 0 || f.Rate > 1:
@@ -287,6 +326,8 @@ func (f Fault) String() string {
 		}
 	}
 	part(f.Status != 0, " "+strconv.Itoa(f.Status))
+	part(f.Code != "", " "+f.Code)
+	part(f.Last != "", " "+f.Last+" the stream")
 	part(f.Encoding != "", " ("+f.Encoding+")")
 	part(f.Delay != 0, " "+f.Delay.String())
 	part(f.Location != "", " to "+f.Location)
@@ -326,6 +367,8 @@ type faultJSON struct {
 	Location   string  `json:"location,omitempty"`
 	Bytes      int     `json:"bytes,omitempty"`
 	Encoding   string  `json:"encoding,omitempty"`
+	Code       string  `json:"code,omitempty"`
+	Last       string  `json:"last,omitempty"`
 	Rate       float64 `json:"rate,omitempty"`
 	Seed       int64   `json:"seed,omitempty"`
 	Key        string  `json:"key,omitempty"`
@@ -337,7 +380,7 @@ type faultJSON struct {
 // MarshalJSON writes the fields in lower case with underscores, without those that are zero. Delay is text: "150ms".
 func (f Fault) MarshalJSON() ([]byte, error) {
 	j := faultJSON{
-		f.Kind, f.Point, f.Status, f.RetryAfter, "", f.Location, f.Bytes, f.Encoding,
+		f.Kind, f.Point, f.Status, f.RetryAfter, "", f.Location, f.Bytes, f.Encoding, f.Code, f.Last,
 		f.Rate, f.Seed, f.Key, f.Send, f.Endpoint, f.Times,
 	}
 	if f.Delay != 0 {
@@ -362,7 +405,7 @@ func (f *Fault) UnmarshalJSON(data []byte) error {
 		}
 	}
 	*f = Fault{
-		j.Kind, j.Point, j.Status, j.RetryAfter, delay, j.Location, j.Bytes, j.Encoding,
+		j.Kind, j.Point, j.Status, j.RetryAfter, delay, j.Location, j.Bytes, j.Encoding, j.Code, j.Last,
 		j.Rate, j.Seed, j.Key, j.Send, j.Endpoint, j.Times,
 	}
 	return nil

@@ -1,6 +1,7 @@
 package fakeserver
 
 import (
+	"encoding/json"
 	"io"
 	"testing"
 	"time"
@@ -89,5 +90,59 @@ func TestEndlessBodyEndsWhenTheClientLeaves(t *testing.T) {
 		require.EqualValues(t, 1<<20, n)
 		require.NoError(t, resp.Body.Close())
 		require.Empty(t, s.Effects())
+	})
+}
+
+func TestHeadersTooBigForTheClient(t *testing.T) {
+	inBothWorlds(t, testBigHeaders)
+}
+
+func TestContinuationFramesTooManyForTheClient(t *testing.T) {
+	overTLS(t, testBigHeaders)
+}
+
+func testBigHeaders(t *testing.T, s *Server) {
+	inject(t, s, Fault{Kind: BigHeaders, Key: "after", Send: 1}, Fault{Kind: BigHeaders, Point: BeforeEffect, Key: "before", Send: 1})
+	for key, effects := range map[string]int{"after": 1, "before": 0} {
+		require.Error(t, pay(key).send(s).err)
+		require.Len(t, s.Effects(Filter{Key: key}), effects)
+		require.Equal(t, 201, pay(key).send(s).status)
+		require.Len(t, s.Effects(Filter{Key: key}), 1)
+	}
+}
+
+func TestGzipBombInflates(t *testing.T) {
+	inBothWorlds(t, func(t *testing.T, s *Server) {
+		inject(t, s, Fault{Kind: Bomb, Bytes: 3 << 20, Send: 1})
+		r := pay("order-1").send(s)
+		require.Equal(t, 201, r.status)
+		require.NoError(t, r.bodyErr)
+		require.Len(t, r.body, 3<<20)
+		require.Equal(t, "pay_1", r.field(t, "id"))
+		raw := pay("order-1").with("Accept-Encoding", "identity")
+		require.NotEqual(t, r.body, requireReplay(t, s, raw).body)
+	})
+}
+
+func TestMangledAnswerIsWholeButNotJSON(t *testing.T) {
+	inBothWorlds(t, func(t *testing.T, s *Server) {
+		inject(t, s, Fault{Kind: Mangled, Send: 1})
+		r := pay("order-1").send(s)
+		require.Equal(t, 201, r.status)
+		require.NoError(t, r.bodyErr)
+		require.False(t, json.Valid([]byte(r.body)), r.body)
+		require.Len(t, s.Effects(), 1)
+		require.True(t, json.Valid([]byte(requireReplay(t, s, pay("order-1")).body)))
+	})
+}
+
+func TestChunkSizeThatIsNoNumber(t *testing.T) {
+	inBothWorlds(t, func(t *testing.T, s *Server) {
+		inject(t, s, Fault{Kind: CutBody, Encoding: "bad-chunk", Send: 1})
+		r := pay("order-1").send(s)
+		require.Equal(t, 201, r.status)
+		require.ErrorContains(t, r.bodyErr, "chunk")
+		require.Len(t, s.Effects(), 1)
+		requireReplay(t, s, pay("order-1"))
 	})
 }

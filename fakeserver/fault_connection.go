@@ -3,6 +3,7 @@ package fakeserver
 import (
 	"io"
 	"net"
+	"net/http"
 	"time"
 )
 
@@ -10,19 +11,34 @@ import (
 
 func (x *exchange) reset(*answer) bool {
 	x.readPart()
-	conn := x.seize()
-	switch c := conn.(type) {
-	case *net.TCPConn:
-		_ = c.SetLinger(0) // closing then sends RST instead of FIN
-	case *memConn:
-		c.Reset()
+	if x.frames != nil {
+		reset(x.frames.conn)
+		x.drop()
 	}
+	conn := x.seize()
+	reset(conn)
 	x.release(conn)
 	return true
 }
 
+// reset makes the end of the connection an RST.
+func reset(conn net.Conn) {
+	switch c := conn.(type) {
+	case *net.TCPConn:
+		_ = c.SetLinger(0) // closing then sends RST instead of FIN
+		_ = c.Close()
+	case *memConn:
+		c.Reset()
+	case interface{ NetConn() net.Conn }:
+		reset(c.NetConn()) // below TLS, which would say goodbye
+	}
+}
+
 func (x *exchange) close(*answer) bool {
 	x.readPart()
+	if x.frames != nil {
+		_ = x.frames.conn.NetConn().Close()
+	}
 	x.drop()
 	return true
 }
@@ -47,6 +63,30 @@ func (x *exchange) hang(*answer) bool {
 }
 
 func (x *exchange) stale(a *answer) bool {
+	if x.frames != nil {
+		x.frames.endAtNextStream()
+		if x.fault.Delay > 0 && x.s.begin() {
+			go func() {
+				defer x.s.leave()
+				x.s.wait(x.fault.Delay, nil)
+				_ = x.frames.conn.Close()
+			}()
+		}
+		return false
+	}
+	return x.answerAndDie(a, nil)
+}
+
+func (x *exchange) extra(a *answer) bool {
+	if x.frames != nil {
+		return false
+	}
+	second := jsonAnswer(http.StatusOK, &payment{ID: "pay_extra", Object: "payment", Status: "succeeded"})
+	return x.answerAndDie(a, append(head(second, contentLength(len(second.body))), second.body...))
+}
+
+// answerAndDie keeps the connection open after the answer and what follows it, but serves it no more.
+func (x *exchange) answerAndDie(a *answer, more []byte) bool {
 	x.note(a.status)
 	conn := x.seize()
 	defer x.release(conn)
@@ -54,7 +94,8 @@ func (x *exchange) stale(a *answer) bool {
 	if bodyAllowed(a.status) {
 		framing = []field{contentLength(len(a.body))}
 	}
-	if _, err := conn.Write(append(head(*a, framing...), a.body...)); err != nil {
+	whole := append(head(*a, framing...), a.body...)
+	if _, err := conn.Write(append(whole, more...)); err != nil {
 		return true
 	}
 	if x.fault.Delay > 0 {

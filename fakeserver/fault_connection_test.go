@@ -2,7 +2,9 @@ package fakeserver
 
 import (
 	"io"
+	"log"
 	"net/http"
+	"os"
 	"strings"
 	"syscall"
 	"testing"
@@ -162,5 +164,20 @@ func TestRefusedConnections(t *testing.T) {
 		c := pay("order-3")
 		c.client = other
 		require.ErrorIs(t, c.send(s).err, syscall.ECONNREFUSED)
+	})
+}
+
+func TestExtraAnswerIsNotTheNextRequests(t *testing.T) {
+	log.SetOutput(io.Discard) // net/http's client complains there
+	defer log.SetOutput(os.Stderr)
+	inBothWorlds(t, func(t *testing.T, s *Server) {
+		inject(t, s, Fault{Kind: Extra, Key: "first"})
+		first := pay("first").send(s)
+		require.Equal(t, 201, first.status)
+		require.Equal(t, "pay_1", first.field(t, "id"))
+		time.Sleep(20 * time.Millisecond)
+		second := pay("second").send(s)
+		require.Equal(t, "pay_2", second.field(t, "id"), "net/http drops a connection that speaks out of turn")
+		require.Equal(t, 2, s.Sends()[1].Conn)
 	})
 }

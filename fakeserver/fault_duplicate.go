@@ -34,6 +34,19 @@ func (x *exchange) runTwice() answer {
 
 // runImpatient leaves the first copy running and gives the client what the second one gets.
 func (x *exchange) runImpatient(again *request) answer {
+	a, running := x.leaveRunning()
+	if a.none {
+		return a
+	}
+	if second := x.s.deliver(again); running {
+		return second
+	}
+	return a
+}
+
+// leaveRunning claims the key and lets the effect happen after the fault's delay, while the caller goes on. Not running:
+// there is an answer already, or the server closes.
+func (x *exchange) leaveRunning() (a answer, running bool) {
 	s := x.s
 	s.mu.Lock()
 	rec, a, proceed := s.claim(x.q)
@@ -45,22 +58,15 @@ func (x *exchange) runImpatient(again *request) answer {
 	case proceed && s.begin():
 		go func() {
 			defer s.leave()
-			open := s.wait(x.fault.Delay, nil)
 			s.mu.Lock()
 			defer s.mu.Unlock()
-			if open {
-				s.finish(x.q, rec, nil)
-			} else {
-				s.forget(x.q, rec)
-			}
+			s.perform(x.q, rec, nil, x.fault.Delay)
 		}()
+		return answer{}, true
 	case proceed:
-		return answer{none: true}
-	default:
-		s.deliver(again)
-		return a
+		return answer{none: true}, false
 	}
-	return s.deliver(again)
+	return a, false
 }
 
 // copy is the same request as another delivery.
@@ -77,6 +83,7 @@ func (q *request) copy() *request {
 
 // deliver lists the copy and executes it.
 func (s *Server) deliver(q *request) answer {
+	defer s.ended(q.send)
 	s.mu.Lock()
 	s.list(q.send)
 	s.mu.Unlock()
@@ -84,5 +91,6 @@ func (s *Server) deliver(q *request) answer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	q.send.Status = a.status
+	s.remember(q)
 	return a
 }

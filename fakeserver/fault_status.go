@@ -41,14 +41,30 @@ func (f *Fault) storedFailure() *answer {
 }
 
 func (x *exchange) html(*answer) bool {
-	a := answer{status: x.fault.Status, header: []field{{"Content-Type", "text/html; charset=utf-8"}, {"Server", "gateway"}}}
+	x.reply(x.fault.page())
+	return true
+}
+
+// page is what a gateway says.
+func (f *Fault) page() answer {
+	a := answer{status: f.Status, header: []field{{"Content-Type", "text/html; charset=utf-8"}, {"Server", "gateway"}}}
 	if a.status == 0 {
 		a.status = http.StatusBadGateway
 	}
 	title := titleOf(a.status)
 	a.body = []byte("<html>\n<head><title>" + title + "</title></head>\n<body><h1>" + title + "</h1></body>\n</html>\n")
-	x.reply(a)
-	return true
+	return a
+}
+
+// runBehind leaves the request running behind a gateway that has lost patience with it and answers for it.
+func (x *exchange) runBehind() answer {
+	if a, running := x.leaveRunning(); !running {
+		return a // it has been answered before, or must not run
+	}
+	if x.fault.Kind == HTML {
+		return x.fault.page()
+	}
+	return x.fault.failure(0)
 }
 
 func (x *exchange) redirect(a *answer) bool {
@@ -78,6 +94,10 @@ const earlyHold = 500 * time.Millisecond
 
 func (x *exchange) earlyAnswer(*answer) bool {
 	a := x.fault.failure(http.StatusServiceUnavailable)
+	if x.frames != nil {
+		x.reply(a) // net/http then ends the stream, its body unread
+		return true
+	}
 	x.note(a.status)
 	conn := x.seize()
 	defer x.release(conn)

@@ -156,3 +156,18 @@ func TestExpectationIsAnsweredBeforeTheBody(t *testing.T) {
 		require.Len(t, s.Effects(), 1)
 	})
 }
+
+func TestGatewayAnswersWhileTheEffectIsStillToCome(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		inject(t, s, Fault{Kind: HTML, Status: 504, Point: DuringEffect, Delay: time.Minute, Key: "page", Send: 1},
+			Fault{Kind: Status, Status: 502, Point: DuringEffect, Delay: time.Minute, Key: "problem", Send: 1})
+		for key, status := range map[string]int{"page": 504, "problem": 502} {
+			require.Equal(t, status, pay(key).send(s).status)
+			require.Empty(t, s.Effects(Filter{Key: key}))
+			requireProblem(t, pay(key).send(s), 409, "idempotency-key-in-use")
+			time.Sleep(2 * time.Minute)
+			require.Len(t, s.Effects(Filter{Key: key}), 1)
+			requireReplay(t, s, pay(key))
+		}
+	})
+}

@@ -57,7 +57,10 @@ func TestEveryKindIsValidAtEachOfItsPoints(t *testing.T) {
 				f.Status = 503
 			case name == Redirect:
 				f.Location = "other"
-			case name == Slow, name == Late, name == Trickle, name == SlowRead, name == Duplicate && p == DuringEffect:
+			case name == Late, name == Trickle, name == SlowRead:
+				f.Delay = time.Second
+			}
+			if p == DuringEffect && name != Stuck {
 				f.Delay = time.Second
 			}
 			require.NoError(t, f.Validate(), "%s", f)

@@ -33,6 +33,22 @@ func (x *exchange) late(a *answer) bool {
 
 func (x *exchange) trickle(a *answer) bool {
 	x.note(a.status)
+	if x.frames != nil {
+		if x.fault.Point == InBody {
+			x.begin(*a)
+		}
+		for i := range a.body {
+			if !x.s.wait(x.fault.Delay, x.gone()) {
+				x.drop()
+			}
+			if i == 0 && x.fault.Point == InHeaders {
+				x.begin(*a)
+			}
+			_, _ = x.w.Write(a.body[i : i+1])
+			_ = http.NewResponseController(x.w).Flush()
+		}
+		return true
+	}
 	conn := x.seize()
 	defer x.release(conn)
 	framing := []field{lastAnswer}
@@ -66,12 +82,6 @@ func (x *exchange) runStuck() answer {
 	if !proceed {
 		return a
 	}
-	if rec != nil {
-		rec.running = true
-		rec.freeAt = rec.expires
-		if x.fault.Delay > 0 {
-			rec.freeAt = s.now().Add(x.fault.Delay)
-		}
-	}
+	s.die(rec, x.fault.Delay)
 	return answer{none: true}
 }

@@ -3,6 +3,7 @@ package fakeserver
 import (
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 )
 
@@ -15,13 +16,14 @@ const (
 type hotels struct {
 	rooms        map[roomKey]int // those free; a missing entry is the default
 	reservations map[string]*reservation
+	byReference  map[roomKey][]*reservation // by hotel and reference
 	made         int
 }
 
 type roomKey struct{ hotel, name string }
 
 func newHotels() hotels {
-	return hotels{rooms: map[roomKey]int{}, reservations: map[string]*reservation{}}
+	return hotels{rooms: map[roomKey]int{}, reservations: map[string]*reservation{}, byReference: map[roomKey][]*reservation{}}
 }
 
 type reservation struct {
@@ -70,6 +72,21 @@ func (h *hotels) take(of roomKey) bool {
 	return true
 }
 
+// takeSeen is the step of a server that read the number of rooms earlier: it writes one less than it has seen.
+func (h *hotels) takeSeen(of roomKey, seen int) bool {
+	if seen < 0 {
+		return h.take(of)
+	}
+	if seen > 0 {
+		h.rooms[of] = seen - 1
+	}
+	return seen > 0
+}
+
+func (r *reservation) path() string {
+	return "/v1/hotels/" + url.PathEscape(r.Hotel) + "/reservations/" + r.ID
+}
+
 func parseReservation(q *request) {
 	var in struct {
 		RoomType  string `json:"room_type"`
@@ -86,8 +103,15 @@ func parseReservation(q *request) {
 		return
 	}
 	hotel := q.http.PathValue("hotel_id")
+	of, seen := roomKey{hotel, in.RoomType}, -1
+	q.peek = func(s *Server) { seen = s.hotels.free(of) }
 	q.act = func(s *Server) (answer, Effect) {
-		if !s.hotels.take(roomKey{hotel, in.RoomType}) {
+		if found := s.hotels.byReference[roomKey{hotel, in.Reference}]; s.settings.DuplicateReference && len(found) > 0 {
+			at := found[0].path()
+			return problem(http.StatusConflict, "duplicate-reference", "The hotel has a reservation with this reference.",
+				map[string]any{"reference": in.Reference, "id": found[0].ID, "location": at}).with("Location", at), Effect{}
+		}
+		if !s.hotels.takeSeen(of, seen) {
 			return problem(http.StatusUnprocessableEntity, "sold-out", "No room of this type is left.",
 				map[string]any{"hotel_id": hotel, "room_type": in.RoomType}), Effect{}
 		}
@@ -101,7 +125,25 @@ func parseReservation(q *request) {
 			r.Nights = *in.Nights
 		}
 		s.hotels.reservations[r.ID] = r
-		return created("/v1/hotels/"+url.PathEscape(hotel)+"/reservations/"+r.ID, r), Effect{Kind: "reservation", ID: r.ID}
+		if r.Reference != "" {
+			at := roomKey{hotel, r.Reference}
+			s.hotels.byReference[at] = append(s.hotels.byReference[at], r)
+		}
+		return created(r.path(), r), Effect{Kind: "reservation", ID: r.ID}
+	}
+}
+
+func parseReservationList(q *request) {
+	if !q.wantReference() {
+		return
+	}
+	hotel := q.http.PathValue("hotel_id")
+	q.act = func(s *Server) (answer, Effect) {
+		found := s.hotels.byReference[roomKey{hotel, q.reference}]
+		if found == nil {
+			found = []*reservation{}
+		}
+		return list(found), Effect{}
 	}
 }
 
@@ -124,6 +166,12 @@ func parseCancellation(q *request) {
 			return notFound("reservation"), Effect{}
 		}
 		delete(s.hotels.reservations, id)
+		at := roomKey{hotel, r.Reference}
+		if left := slices.DeleteFunc(s.hotels.byReference[at], func(o *reservation) bool { return o == r }); len(left) > 0 {
+			s.hotels.byReference[at] = left
+		} else {
+			delete(s.hotels.byReference, at)
+		}
 		of := roomKey{hotel, r.RoomType}
 		s.hotels.rooms[of] = s.hotels.free(of) + 1
 		return answer{status: http.StatusNoContent}, Effect{Kind: "cancellation", ID: id, Reference: r.Reference}

@@ -9,7 +9,7 @@ import (
 // nothing of keys being unique, so a server that executes twice is seen.
 type Effect struct {
 	N         int    // 1 = the first effect of this server
-	Kind      string // "payment", "refund", "reservation", "cancellation" or "upload"
+	Kind      string // "payment", "status", "refund", "reservation", "cancellation", "upload", or "handled" by a stub
 	ID        string // of the resource that was made or changed
 	Reference string // the caller's own name for it, from the request body
 	Key       string // the idempotency key; "" = none
@@ -46,6 +46,7 @@ type Send struct {
 	Duplicate bool   // delivered by a Duplicate fault, not by a client; KeySend is that of the original
 	Effect    int    // Effect.N that it caused; 0 = none
 	At        time.Time
+	Ended     time.Time // when the server was done with it, with or without an answer; zero = it still runs
 }
 
 // Filter selects effects and sends. Zero fields match everything, the others must be equal.
@@ -93,11 +94,7 @@ func (s *Server) Sends(filters ...Filter) []Send {
 		}
 		ok := f.matches(n.Key, n.Caller, n.Endpoint, n.Reference, kind)
 		if ok {
-			c := *n
-			c.Header = n.Header.Clone()
-			c.Keys = append([]string(nil), n.Keys...)
-			c.TransferEncoding = append([]string(nil), n.TransferEncoding...)
-			found = append(found, c)
+			found = append(found, n.copy())
 		}
 		return ok
 	})

@@ -2,6 +2,7 @@ package fakeserver
 
 import (
 	"net/http"
+	"slices"
 	"strconv"
 )
 
@@ -86,18 +87,53 @@ func parsePaymentGet(q *request) {
 }
 
 func parsePaymentList(q *request) {
-	reference := q.http.URL.Query().Get("reference")
-	if reference == "" {
-		q.wrong = invalid(fieldError{"reference", "is required in the query"})
+	if !q.wantReference() {
 		return
 	}
-	q.reference = reference
 	q.act = func(s *Server) (answer, Effect) {
-		found := s.payments.byReference[reference]
+		found := s.payments.byReference[q.reference]
 		if found == nil {
 			found = []*payment{}
 		}
-		return jsonAnswer(http.StatusOK, map[string]any{"object": "list", "data": found}), Effect{}
+		return list(found), Effect{}
+	}
+}
+
+func (q *request) wantReference() bool {
+	q.reference = q.http.URL.Query().Get("reference")
+	if q.reference == "" {
+		q.wrong = invalid(fieldError{"reference", "is required in the query"})
+	}
+	return q.reference != ""
+}
+
+func list[T any](found []T) answer {
+	return jsonAnswer(http.StatusOK, map[string]any{"object": "list", "data": found})
+}
+
+// parseStatus sets a status to what it shall be, so that a second time changes nothing.
+func parseStatus(q *request) {
+	var in struct {
+		Status string `json:"status"`
+	}
+	if !q.decode(&in) {
+		return
+	}
+	if !slices.Contains([]string{"succeeded", "captured", "disputed"}, in.Status) {
+		q.wrong = invalid(fieldError{"status", "must be succeeded, captured or disputed"})
+		return
+	}
+	id := q.http.PathValue("id")
+	q.act = func(s *Server) (answer, Effect) {
+		p := s.payments.byID[id]
+		if p == nil {
+			return notFound("payment"), Effect{}
+		}
+		if p.Status == in.Status {
+			return jsonAnswer(http.StatusOK, p), Effect{}
+		}
+		p.Status = in.Status
+		return jsonAnswer(http.StatusOK, p), Effect{Kind: "status", ID: p.ID, Reference: p.Reference}
 	}
 }
 

@@ -14,7 +14,8 @@ type answer struct {
 	status int
 	header []field
 	body   []byte
-	none   bool // there is no answer: the worker died, the client left or the server closes
+	cause  string // why there is none; "" = nothing to say
+	none   bool   // there is no answer: the worker died, the client left or the server closes
 }
 
 type field struct{ name, value string }

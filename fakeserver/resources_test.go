@@ -205,3 +205,53 @@ func TestUploadThatBreaksOffHasNoEffect(t *testing.T) {
 		require.Empty(t, s.Effects())
 	})
 }
+
+func TestStatusIsSetAbsolutely(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		require.Equal(t, 201, pay("order-1").send(s).status)
+		put := call{method: "PUT", path: "/v1/payments/pay_1/status", body: `{"status":"captured"}`}
+		first := put.send(s)
+		require.Equal(t, 200, first.status)
+		require.Equal(t, "captured", first.field(t, "status"))
+		require.Equal(t, first.body, put.send(s).body, "the second time changes nothing")
+		e := s.Effects(Filter{Kind: "status"})
+		require.Len(t, e, 1)
+		require.Equal(t, "order-1", e[0].Reference)
+		back := put
+		back.body = `{"status":"succeeded"}`
+		require.Equal(t, 200, back.send(s).status)
+		require.Len(t, s.Effects(Filter{Kind: "status"}), 2)
+		back.body = `{"status":"gone"}`
+		requireProblem(t, back.send(s), 400, "invalid-request")
+		put.path = "/v1/payments/pay_9/status"
+		requireProblem(t, put.send(s), 404, "not-found")
+	})
+}
+
+func TestDuplicateReferenceSaysWhereTheReservationIs(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		s.Apply(Settings{DuplicateReference: true})
+		first := book("k1").send(s)
+		require.Equal(t, 201, first.status)
+		requireReplay(t, s, book("k1"))
+		second := book("k2").send(s)
+		requireProblem(t, second, 409, "duplicate-reference")
+		require.Equal(t, first.field(t, "id"), second.field(t, "id"))
+		at := second.header.Get("Location")
+		require.Equal(t, first.body, call{method: "GET", path: at}.send(s).body)
+		list := call{method: "GET", path: "/v1/hotels/ritz/reservations?reference=trip-1"}.send(s)
+		require.Len(t, list.field(t, "data"), 1)
+		require.Equal(t, []any{}, call{method: "GET", path: "/v1/hotels/savoy/reservations?reference=trip-1"}.send(s).field(t, "data"))
+		require.Len(t, s.Effects(), 1)
+		require.Equal(t, 9, s.Rooms("ritz", "double"))
+
+		require.Equal(t, 204, call{method: "DELETE", path: at}.send(s).status)
+		require.Equal(t, []any{}, call{method: "GET", path: "/v1/hotels/ritz/reservations?reference=trip-1"}.send(s).field(t, "data"))
+		require.Equal(t, 201, book("k3").send(s).status, "the reference is free again")
+		other := book("k4")
+		other.body = `{"room_type":"double","guest":"Bob"}`
+		require.Equal(t, 201, other.send(s).status, "no reference is no duplicate")
+		other.key = "k5"
+		require.Equal(t, 201, other.send(s).status)
+	})
+}

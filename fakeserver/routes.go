@@ -14,9 +14,11 @@ const maxBody = 1 << 20
 type route struct {
 	server  *Server
 	pattern string
-	keyed   bool // wants an idempotency key and replays
+	keyed   bool // takes an idempotency key and replays
+	wants   bool // refuses a request without a key
 	stream  bool // the body is digested as it comes, and not kept
 	parse   func(*request)
+	stub    http.Handler // of Handle; nil = a built-in route
 }
 
 func newRoutes(s *Server) *http.ServeMux {
@@ -25,30 +27,48 @@ func newRoutes(s *Server) *http.ServeMux {
 		{pattern: "POST /v1/payments", keyed: true, parse: parsePayment},
 		{pattern: "GET /v1/payments", parse: parsePaymentList},
 		{pattern: "GET /v1/payments/{id}", parse: parsePaymentGet},
+		{pattern: "PUT /v1/payments/{id}/status", parse: parseStatus},
 		{pattern: "POST /v1/payments/{id}/refunds", keyed: true, parse: parseRefund},
 		{pattern: "POST /v1/hotels/{hotel_id}/reservations", keyed: true, parse: parseReservation},
+		{pattern: "GET /v1/hotels/{hotel_id}/reservations", parse: parseReservationList},
 		{pattern: "GET /v1/hotels/{hotel_id}/reservations/{id}", parse: parseReservationGet},
 		{pattern: "DELETE /v1/hotels/{hotel_id}/reservations/{id}", parse: parseCancellation},
 		{pattern: "POST /v1/uploads", keyed: true, stream: true, parse: parseUpload},
 	} {
-		r.server = s
+		r.server, r.wants = s, r.keyed
 		mux.Handle(r.pattern, &r)
 	}
 	return mux
 }
 
-func (r *route) ServeHTTP(w http.ResponseWriter, req *http.Request) { r.server.exchange(r, w, req) }
+func (r *route) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	if r.stub != nil {
+		c := *r
+		c.keyed, c.parse = !safe(req.Method), c.parseStub
+		c.wants = req.Method == http.MethodPost || req.Method == http.MethodPatch
+		r = &c
+	}
+	r.server.exchange(r, w, req)
+}
 
 // serve finds the endpoint. What the mux would answer itself (404, 405 with Allow) becomes a problem body, and goes
 // through faults and the list of sends like everything else.
 func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
-	h, _ := s.routes.Handler(r)
-	if _, ok := h.(*route); ok {
-		s.routes.ServeHTTP(w, r)
+	if s.besides(w, r) {
 		return
 	}
-	said := verdict{header: http.Header{}}
-	h.ServeHTTP(&said, r)
+	var said verdict
+	for _, mux := range [...]*http.ServeMux{s.stubs, s.routes} {
+		h, _ := mux.Handler(r)
+		if _, ok := h.(*route); ok {
+			mux.ServeHTTP(w, r)
+			return
+		}
+		if said.status != http.StatusMethodNotAllowed {
+			said = verdict{header: http.Header{}}
+			h.ServeHTTP(&said, r)
+		}
+	}
 	a := problem(http.StatusNotFound, "not-found", "There is nothing at this path.", nil)
 	if said.status == http.StatusMethodNotAllowed {
 		a = problem(http.StatusMethodNotAllowed, "method-not-allowed", "This path does not take the method "+r.Method+".", nil)

@@ -2,11 +2,14 @@ package fakeserver
 
 import (
 	"context"
+	"crypto/tls"
 	"io"
 	"log"
+	"maps"
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"sync"
 	"time"
 )
@@ -21,19 +24,25 @@ const (
 type Server struct {
 	http      http.Server
 	routes    *http.ServeMux
+	stubs     *http.ServeMux // of Handle; these go first
 	url       string
 	otherURL  string
 	listeners []net.Listener
 	mem       *memListener // nil = real sockets
 	client    *http.Client
+	secure    *certificates  // nil = no TLS
 	done      chan struct{}  // closed by Close
 	running   sync.WaitGroup // accept loops, handlers, late copies
 
 	mu           sync.Mutex // guards everything below; never held while waiting, so virtual time can pass
 	closed       bool
+	life         chan struct{}         // closed by Restart
+	open         map[net.Conn]struct{} // those that net/http serves
 	settings     Settings
 	ahead        time.Duration // of time.Now
 	refusals     int
+	connFaults   []ConnFault
+	proxies      map[string]*proxy // by host and port
 	conns        int
 	hijacked     map[net.Conn]struct{}
 	transports   []*http.Transport
@@ -48,6 +57,8 @@ type Server struct {
 	payments     payments
 	hotels       hotels
 	uploads      int
+	mounts       []mount
+	watchers     []func(Send)
 }
 
 // New starts a server on a free port of 127.0.0.1. It panics only if it cannot listen there.
@@ -61,6 +72,20 @@ func New() *Server {
 
 // Listen starts a server on addr (host:port); its second origin takes a free port of the same host.
 func Listen(addr string) (*Server, error) {
+	return listen(addr, nil)
+}
+
+// NewTLS is New over TLS, with HTTP/2 and HTTP/1.1. The transports of the server trust its certificate, and speak HTTP/2
+// unless their ForceAttemptHTTP2 is set to false before they are used.
+func NewTLS() *Server {
+	s, err := listen("127.0.0.1:0", newCertificates())
+	if err != nil {
+		panic(err)
+	}
+	return s
+}
+
+func listen(addr string, secure *certificates) (*Server, error) {
 	first, err := net.Listen("tcp", addr)
 	if err != nil {
 		return nil, listenError{err}
@@ -71,8 +96,8 @@ func Listen(addr string) (*Server, error) {
 		_ = first.Close()
 		return nil, listenError{err}
 	}
-	s := newServer()
-	s.url, s.otherURL = "http://"+first.Addr().String(), "http://"+second.Addr().String()
+	s := newServer(secure)
+	s.url, s.otherURL = s.scheme()+first.Addr().String(), s.scheme()+second.Addr().String()
 	s.start(first, second)
 	return s, nil
 }
@@ -85,16 +110,35 @@ func (e listenError) Unwrap() error { return e.err }
 // NewInMemory starts the same http.Server over in-memory connections. Made, used and closed inside a testing/synctest
 // bubble it runs in virtual time. Only the transports of [Server.Transport] and [Server.Client] reach it.
 func NewInMemory() *Server {
-	s := newServer()
+	return newInMemory(nil)
+}
+
+// NewInMemoryTLS is NewInMemory over TLS, as NewTLS is.
+func NewInMemoryTLS() *Server { return newInMemory(newCertificates()) }
+
+func newInMemory(secure *certificates) *Server {
+	s := newServer(secure)
 	s.mem = newMemListener()
-	s.url, s.otherURL = "http://"+memHost, "http://"+memOtherHost
+	s.url, s.otherURL = s.scheme()+memHost, s.scheme()+memOtherHost
 	s.start(s.mem)
 	return s
 }
 
-func newServer() *Server {
+func (s *Server) scheme() string {
+	if s.secure != nil {
+		return "https://"
+	}
+	return "http://"
+}
+
+func newServer(secure *certificates) *Server {
 	s := &Server{
+		secure:       secure,
+		stubs:        http.NewServeMux(),
 		done:         make(chan struct{}),
+		life:         make(chan struct{}),
+		open:         map[net.Conn]struct{}{},
+		proxies:      map[string]*proxy{},
 		settings:     Settings{}.filled(),
 		hijacked:     map[net.Conn]struct{}{},
 		keys:         map[scopedKey]*record{},
@@ -107,17 +151,29 @@ func newServer() *Server {
 	}
 	s.routes = newRoutes(s)
 	s.http.Handler = http.HandlerFunc(s.serve)
+	s.http.ConnState = s.track
 	s.http.ErrorLog = log.New(io.Discard, "", 0) // aborted exchanges are this server's trade, not news
-	s.http.ConnContext = func(ctx context.Context, _ net.Conn) context.Context {
+	if secure != nil {
+		s.http.Protocols = new(http.Protocols)
+		s.http.Protocols.SetHTTP1(true)
+		s.http.Protocols.SetUnencryptedHTTP2(true) // within the TLS of secureConn
+	}
+	s.http.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		s.conns++
+		if c, ok := c.(*secureConn); ok {
+			ctx = context.WithValue(ctx, connOf{}, c)
+		}
 		return context.WithValue(ctx, connNumber{}, s.conns)
 	}
 	return s
 }
 
-type connNumber struct{}
+type (
+	connNumber struct{}
+	connOf     struct{} // the secureConn
+)
 
 func (s *Server) start(listeners ...net.Listener) {
 	s.listeners = listeners
@@ -125,7 +181,7 @@ func (s *Server) start(listeners ...net.Listener) {
 		s.running.Add(1)
 		go func() {
 			defer s.running.Done()
-			_ = s.http.Serve(l) // ends with ErrServerClosed, by Close
+			_ = s.http.Serve(&acceptor{l, s}) // ends with ErrServerClosed, by Close
 		}()
 	}
 	s.client = &http.Client{Transport: s.Transport()}
@@ -146,6 +202,10 @@ func (s *Server) Transport() *http.Transport {
 		DialContext:         s.dial,
 		MaxIdleConnsPerHost: 128, // the default of 2 would make a load test measure the dialling
 	}
+	if s.secure != nil {
+		t.TLSClientConfig = &tls.Config{RootCAs: s.secure.pool()}
+		t.ForceAttemptHTTP2 = true
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.transports = append(s.transports, t)
@@ -153,6 +213,9 @@ func (s *Server) Transport() *http.Transport {
 }
 
 func (s *Server) dial(ctx context.Context, network, addr string) (net.Conn, error) {
+	if p := s.proxyAt(addr); p != nil {
+		return p.mem.dial(ctx)
+	}
 	if !s.owns(addr) {
 		if s.mem != nil {
 			return nil, &net.DNSError{Err: "no such host", Name: addr, IsNotFound: true}
@@ -161,6 +224,9 @@ func (s *Server) dial(ctx context.Context, network, addr string) (net.Conn, erro
 	}
 	if s.refuses() {
 		return nil, refused(dialAddr{network, addr})
+	}
+	if done, err := s.dialFault(ctx, dialAddr{network, addr}); done {
+		return nil, err
 	}
 	if s.mem != nil {
 		return s.mem.dial(ctx)
@@ -187,7 +253,7 @@ func (s *Server) owns(addr string) bool {
 }
 
 // Refuse makes the next n connection attempts fail with ECONNREFUSED, in the transports handed out by this server.
-// Connections that already exist are not touched. It replaces an earlier number.
+// Connections that already exist are not touched. It replaces an earlier number. See [Server.ScriptConns] for more.
 func (s *Server) Refuse(n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -227,8 +293,12 @@ func (s *Server) Close() {
 	}
 	s.closed = true
 	close(s.done)
-	transports := s.transports
+	transports, proxies := s.transports, slices.Collect(maps.Values(s.proxies))
 	s.mu.Unlock()
+	for _, p := range proxies {
+		_ = p.listener.Close()
+		_ = p.http.Close()
+	}
 
 	for _, l := range s.listeners {
 		_ = l.Close() // an accept loop that has not begun is not known to http.Server yet
@@ -245,6 +315,43 @@ func (s *Server) Close() {
 		t.CloseIdleConnections()
 	}
 	s.running.Wait()
+}
+
+// Restart is a crash and a new start at the same address: every connection dies, and what was running is lost without an
+// effect, its key free again. Ledger, resources and remembered keys live on; Settings can change that.
+func (s *Server) Restart() {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		return
+	}
+	close(s.life)
+	s.life = make(chan struct{})
+	if s.settings.ForgetAtRestart {
+		clear(s.keys)
+	}
+	var dying []net.Conn
+	for _, conns := range [...]map[net.Conn]struct{}{s.open, s.hijacked} {
+		for c := range conns {
+			dying = append(dying, c)
+		}
+	}
+	s.mu.Unlock()
+	for _, c := range dying {
+		_ = c.Close()
+	}
+}
+
+// track keeps the connections that a Restart ends.
+func (s *Server) track(c net.Conn, state http.ConnState) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch state {
+	case http.StateNew:
+		s.open[c] = struct{}{}
+	case http.StateClosed, http.StateHijacked:
+		delete(s.open, c)
+	}
 }
 
 // begin says whether work may start; leave must follow. WaitGroup.Add and Wait meet under the lock.

@@ -24,23 +24,76 @@ type Settings struct {
 	// Failures says what a 5xx before the effect does to the key.
 	Failures FailurePolicy
 
-	// ReplayHeader is set to "true" on a replayed answer. Empty: "Idempotent-Replay".
+	// ReplayHeader is set to "true" on a replayed answer. Empty: "Idempotent-Replay"; "-": the header is not sent.
 	ReplayHeader string
 
 	// ReplayStatus replaces the status of a replayed 2xx answer. Zero: the same status.
 	ReplayStatus int
 
+	// ReplayBody replaces the body of a replayed 2xx answer; see MismatchBody. Empty: the same body.
+	ReplayBody string
+
+	// ReplayCurrent replays a 2xx answer with the payment or reservation as it is now. False: as it was.
+	ReplayCurrent bool
+
+	// DoneStatus answers a key whose request has ended, with DoneBody and without the stored answer. Zero: replay.
+	// A DoneBody with "{id}" is for requests that made a resource; other answers are replayed even so.
+	DoneStatus int
+	DoneBody   string
+
 	// MismatchStatus answers a key that was used for another payload. Zero: 422.
 	MismatchStatus int
+
+	// MismatchBody is the JSON text of that answer; "{key}" and "{id}" in it stand for the key and for the id of the
+	// resource that was made with it. Empty: an RFC 9457 problem.
+	MismatchBody string
 
 	// InProgressStatus answers a key whose first request still runs. Zero: 409.
 	InProgressStatus int
 
+	// InProgressBody is the JSON text of that answer; see MismatchBody.
+	InProgressBody string
+
+	// InProgressHeader is one more header line of that answer, for example "Transient-Error: true". Empty: none.
+	InProgressHeader string
+
 	// InProgressRetryAfter is the Retry-After of that answer. Empty: "1" (seconds); "-": the header is not sent.
 	InProgressRetryAfter string
 
-	// IgnoreKeys never de-duplicates: a broken server, for negative controls.
+	// MaxKey is the longest key in bytes. Zero: 255.
+	MaxKey int
+
+	// RequestIDHeader is the header that numbers the answers: "req_" and Send.N. Empty: none.
+	RequestIDHeader string
+
+	// EchoKey repeats the key in the KeyHeader of every answer.
+	EchoKey bool
+
+	// DuplicateReference refuses a reservation whose reference the hotel has already, under whatever key: 409 with the id
+	// and the Location of the one that exists. False: a reference may occur twice.
+	DuplicateReference bool
+
+	// IgnoreKeys never de-duplicates: a broken server, for negative controls, as are all that follow. See [Broken].
 	IgnoreKeys bool
+
+	// Replicas is how many replicas there are, each with its own memory of keys; the sends of a key go to them in turn.
+	// Zero or 1: one memory.
+	Replicas int
+
+	// ForgetAtRestart loses the memory of keys in a Restart.
+	ForgetAtRestart bool
+
+	// ClaimFirst reserves the key before anything can fail, and does not free it after a failure: a fault before the
+	// effect, and a Restart, leave the key in progress for Lease by the server's clock. Zero Lease: for the retention.
+	ClaimFirst bool
+	Lease      time.Duration
+
+	// KeyLast remembers the key only when the answer is on its way: a fault right after the effect loses it, and two
+	// requests at the same time both execute.
+	KeyLast bool
+
+	// ReadThenWrite is the time between reading how many rooms are free and writing one less. Zero: one step.
+	ReadThenWrite time.Duration
 
 	// Quoted wants keys as RFC 9651 strings in double quotes and refuses others. False: the header's raw value is the key.
 	Quoted bool
@@ -58,6 +111,8 @@ const (
 	// PerAccount keeps the keys of each account apart. The account is the part before the first dot of
 	// "Bearer <account>.<secret>"; any other Authorization value counts as an account of its own.
 	PerAccount
+	// PerNobody keeps nothing apart: one key is one key for all callers and endpoints. A broken server.
+	PerNobody
 )
 
 // FailurePolicy says what an infrastructure failure (a [Status] fault with a 5xx) before the effect does to the key.
@@ -85,6 +140,7 @@ func (t Settings) filled() Settings {
 	fill(&t.MismatchStatus, 422)
 	fill(&t.InProgressStatus, 409)
 	fill(&t.InProgressRetryAfter, "1")
+	fill(&t.MaxKey, 255)
 	return t
 }
 
