@@ -88,7 +88,10 @@ var (
 	// Generic is a provider that takes a raw Idempotency-Key, says 409 while
 	// the first request runs, 422 with a problem type or error code that
 	// names the key when it was used for another payload, and marks replays
-	// with one of the common headers.
+	// with one of the common headers. Codes are looked for at /type, /code,
+	// /error, /error/code, /error/type, /errorType, /error_code,
+	// /errors/0/code and /errors/0/type: for a 409 "in progress", "in use" or
+	// "concurrent", for a 422 "idempoten".
 	Generic = Dialect{
 		Name:      "generic",
 		Header:    "Idempotency-Key",

@@ -73,7 +73,8 @@ type Policy struct {
 	// that is off, and rewound afterwards; that of an event stream is not read
 	// and empty there) or the error, never both. nil, and
 	// Undecided, mean the table in the package's documentation. A retry still
-	// needs a key or proof that nothing was sent, an attempt and budget.
+	// needs a key or proof that nothing was sent, an attempt and budget. It is
+	// asked before the dialect's marks: a Stop on a reused key has no Reason.
 	Classify func(*http.Response, error) Verdict
 }
 
