@@ -363,7 +363,9 @@ func (a *attempt) failed(err error) result {
 	} else if got == 0 {
 		r.notSent = asked > 0
 	}
-	r.staleReused = got > 0 && a.reused.Load() && !limit && own == nil && o.Err() == nil && !timeout(err)
+	// A reset stream of HTTP/2 had a connection that lives, and a dead one has no
+	// idle neighbours.
+	r.staleReused = got > 0 && a.reused.Load() && !a.http2.Load() && !limit && own == nil && o.Err() == nil && !timeout(err)
 	r.leaveThePool = r.staleReused || a.http2.Load() && (limit || timeout(err))
 	if p := (*proxyError)(nil); errors.As(err, &p) {
 		r.refusedByProxy(p, got == 0)
