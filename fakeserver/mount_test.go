@@ -66,13 +66,18 @@ func TestAResetServerIsLikeNew(t *testing.T) {
 func TestAResetEndsWhatIsRunningWithoutAnEffect(t *testing.T) {
 	inMemory(t, func(t *testing.T, s *Server) {
 		inject(t, s, Fault{Kind: Slow, Delay: time.Minute, Send: 1})
+		heard := make(chan Send, 10)
+		s.Watch(func(n Send) { heard <- n })
 		answered := make(chan reply)
 		go func() { answered <- pay("order-1").send(s) }()
 		time.Sleep(time.Second)
 		require.Len(t, s.Sends(), 1)
 		s.Reset()
+		at := time.Now()
 		require.Error(t, (<-answered).err)
+		require.Zero(t, time.Since(at), "it ends at once")
 		time.Sleep(time.Hour)
+		require.Empty(t, heard, "what was forgotten is no news")
 		require.Empty(t, s.Effects())
 		require.Empty(t, s.Sends())
 		require.Equal(t, 201, pay("order-1").send(s).status)

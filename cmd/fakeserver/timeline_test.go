@@ -1,0 +1,190 @@
+package main
+
+import (
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/idem-go/idem/fakeserver"
+	"github.com/stretchr/testify/require"
+)
+
+var noon = time.Date(2026, 1, 2, 12, 0, 0, 0, time.UTC)
+
+// sent is a payment under a key that began and ended so many milliseconds after noon; a negative end: it still runs.
+func sent(n int, key, reference string, from, to int, more func(*fakeserver.Send)) fakeserver.Send {
+	s := fakeserver.Send{
+		N: n, Key: key, KeySend: n, Method: "POST", Path: "/v1/payments", Endpoint: "POST /v1/payments",
+		Reference: reference, At: noon.Add(time.Duration(from) * time.Millisecond),
+	}
+	if to >= 0 {
+		s.Ended = noon.Add(time.Duration(to) * time.Millisecond)
+	}
+	if more != nil {
+		more(&s)
+	}
+	return s
+}
+
+func payment(n, at int) fakeserver.Effect {
+	return fakeserver.Effect{
+		N: n, Kind: "payment", ID: "pay_1", Endpoint: "POST /v1/payments", Amount: 1999,
+		At: noon.Add(time.Duration(at) * time.Millisecond),
+	}
+}
+
+func TestALostAnswerAndItsReplayAreOneOperationDrawnToScale(t *testing.T) {
+	got := timeline([]fakeserver.Send{
+		sent(1, "k", "order-1", 0, 100, func(s *fakeserver.Send) { s.Fault, s.Effect = "reset after the effect (send 1)", 1 }),
+		sent(2, "other", "order-2", 50, 60, func(s *fakeserver.Send) { s.Status = 400 }),
+		sent(3, "k", "order-1", 300, 400, func(s *fakeserver.Send) { s.Status, s.Replayed = 201, true }),
+	}, []fakeserver.Effect{payment(1, 50)}, noon.Add(time.Hour))
+	require.Len(t, got, 2)
+	require.Equal(t, "order-2", got[0].Name, "the newest comes first")
+	o := got[1]
+	require.Equal(t, []string{"reference", "order-1"}, []string{o.By, o.Name})
+	require.Equal(t, "1 effect, 2 sends: an answer was lost, send 3 got it as a replay", o.Verdict)
+	require.Equal(t, good, o.Tone)
+	require.Equal(t, "400 ms", o.Span)
+	first, second := o.Rows[0], o.Rows[1]
+	require.Equal(t, []float64{0, 25, 12.5}, []float64{first.Begin, first.Length, first.EffectAt})
+	require.Equal(t, []float64{75, 25, 25, 50}, []float64{second.Begin, second.Length, second.WaitAt, second.WaitLong})
+	require.Equal(t, []string{"+300 ms", "200 ms"}, []string{second.After, second.Wait})
+	require.Equal(t, []string{"no answer: connection reset", "payment pay_1, 1999"}, []string{first.Saw, first.Effect})
+	require.Equal(t, "201 Created, replay of #1", second.Saw)
+	require.Negative(t, second.EffectAt)
+}
+
+func TestASendWhoseBodyWasNeverReadBelongsToTheReferenceOfItsKey(t *testing.T) {
+	lostBody := sent(1, "k", "", 0, 1, nil)
+	stranger := sent(3, "k", "", 4, 5, func(s *fakeserver.Send) { s.Caller = "caller-2" })
+	bare := sent(4, "", "", 6, 7, func(s *fakeserver.Send) { s.Method = "GET" })
+	got := timeline([]fakeserver.Send{lostBody, sent(2, "k", "order-1", 2, 3, nil), stranger, bare}, nil, noon)
+	var names []string
+	for _, o := range got {
+		names = append(names, o.By+" "+o.Name)
+	}
+	require.Equal(t, []string{"request GET /v1/payments", "key k", "reference order-1"}, names)
+	require.Len(t, got[2].Rows, 2)
+	require.Empty(t, timeline(nil, nil, noon))
+}
+
+func TestTheVerdictSaysWhatBecameOfAnOperation(t *testing.T) {
+	status := func(n int) func(*fakeserver.Send) { return func(s *fakeserver.Send) { s.Status = n } }
+	did := func(status, effect int) func(*fakeserver.Send) {
+		return func(s *fakeserver.Send) { s.Status, s.Effect = status, effect }
+	}
+	again := func(status int) func(*fakeserver.Send) {
+		return func(s *fakeserver.Send) { s.Status, s.Replayed = status, true }
+	}
+	for _, c := range []struct {
+		sends []fakeserver.Send
+		says  string
+		tone  tone
+	}{
+		{[]fakeserver.Send{sent(1, "k", "", 0, 1, did(201, 1))}, "1 effect, 1 send", good},
+		{[]fakeserver.Send{sent(1, "k", "", 0, 1, status(402))}, "no effect, 1 send", neutral},
+		{[]fakeserver.Send{sent(1, "k", "", 0, -1, nil)}, "no effect, 1 send, still under way", underWay},
+		{[]fakeserver.Send{sent(1, "k", "", 0, 1, did(0, 1))}, "1 effect, 1 send: done, but no client has the answer", lost},
+		{[]fakeserver.Send{sent(1, "k", "", 0, 1, nil)}, "no effect, 1 send: nothing was done, and no client was told", neutral},
+		{[]fakeserver.Send{sent(1, "k", "", 0, 1, did(201, 1)), sent(2, "k", "", 2, 3, again(0)), sent(3, "k", "", 4, 5, again(201))}, "1 effect, 3 sends", good},
+		{[]fakeserver.Send{sent(1, "k", "", 0, 1, did(409, 1)), sent(2, "k", "", 2, 3, again(201))}, "1 effect, 2 sends: send 2 got the answer as a replay", good},
+		{[]fakeserver.Send{sent(1, "k", "", 0, 1, did(201, 1)), sent(2, "k", "", 2, 3, did(201, 2))}, "2 EFFECTS for one operation, 2 sends", lost},
+	} {
+		got := timeline(c.sends, []fakeserver.Effect{payment(1, 0), payment(2, 2)}, noon.Add(time.Second))
+		require.Equal(t, c.says, got[0].Verdict)
+		require.Equal(t, c.tone, got[0].Tone, c.says)
+	}
+}
+
+// Every kind of fault is really met here, so that a new one cannot be forgotten.
+func TestWhatTheClientSawIsTrueForEveryFault(t *testing.T) {
+	for fault, want := range map[string]string{
+		`{"kind":"reset"}`:                                          "no answer: connection reset",
+		`{"kind":"close"}`:                                          "no answer: connection closed",
+		`{"kind":"stuck"}`:                                          "no answer: connection closed",
+		`{"kind":"hang"}`:                                           "no answer: it gave up",
+		`{"kind":"late","delay":"1h"}`:                              "no answer: it gave up",
+		`{"kind":"slow","delay":"700ms"}`:                           "no answer: it gave up",
+		`{"kind":"status","status":503}`:                            "503 Service Unavailable",
+		`{"kind":"stored-failure"}`:                                 "500 Internal Server Error",
+		`{"kind":"html","point":"after-effect"}`:                    "502 Bad Gateway",
+		`{"kind":"redirect","location":"/x"}`:                       "307 Temporary Redirect",
+		`{"kind":"cut-headers"}`:                                    "a part of the headers",
+		`{"kind":"cut-body"}`:                                       "201 Created, body cut off",
+		`{"kind":"garbage"}`:                                        "bytes that are not HTTP",
+		`{"kind":"flood"}`:                                          "early hints, no answer",
+		`{"kind":"endless","delay":"10ms"}`:                         "503 Service Unavailable, a body without end",
+		`{"kind":"duplicate"}`:                                      "201 Created",
+		`{"kind":"duplicate","point":"during-effect","delay":"1s"}`: "409 Conflict",
+	} {
+		t.Run(fault, func(t *testing.T) {
+			faults, wrong := parseFaults([]byte("[" + fault + "]"))
+			require.Nil(t, wrong)
+			s := fakeserver.New()
+			defer s.Close()
+			require.NoError(t, s.Inject(faults...))
+			ended := make(chan fakeserver.Send, 10)
+			s.Watch(func(n fakeserver.Send) { ended <- n })
+			client := *s.Client()
+			client.Timeout = 500 * time.Millisecond
+			req := request(t, s.URL())
+			if resp, err := client.Do(req); err == nil {
+				_ = resp.Body.Close()
+			}
+			n := <-ended
+			for n.Duplicate {
+				n = <-ended
+			}
+			text, _ := saw(n)
+			require.Equal(t, want, text)
+			require.True(t, strings.HasPrefix(line(n, nil), n.At.Format("15:04:05.000")+"  #1 POST /v1/payments"))
+		})
+	}
+}
+
+func TestAFaultThatSpeaksForTheServerIsNoReplay(t *testing.T) {
+	text, tone := saw(sent(2, "k", "", 0, 1, func(s *fakeserver.Send) {
+		s.Status, s.Replayed, s.Fault = 500, true, "status 500 after the effect (rate 0.02727272727272727 of seed 1)"
+	}))
+	require.Equal(t, "500 Internal Server Error", text)
+	require.Equal(t, refused, tone)
+	require.Equal(t, "reset before the effect (rate 0.047 of seed 1)", rounded("reset before the effect (rate 0.0473684 of seed 1)"))
+}
+
+func TestDurationsAreShort(t *testing.T) {
+	for d, want := range map[time.Duration]string{
+		0: "0.0 ms", 412 * time.Microsecond: "0.4 ms", 65*time.Millisecond + 999: "65 ms", 1234 * time.Millisecond: "1.23 s",
+		24*time.Hour + 3*time.Second: "24h0m3s",
+	} {
+		require.Equal(t, want, short(d))
+	}
+}
+
+func TestSettingsAreSpelledInLowerCase(t *testing.T) {
+	for name, want := range map[string]string{"KeyHeader": "key_header", "RequestIDHeader": "request_id_header", "Lenient": "lenient", "MaxKey": "max_key"} {
+		require.Equal(t, want, snake(name))
+	}
+	for _, p := range providers {
+		got, err := parseSettings(string(p) + ",max_key=9")
+		require.NoError(t, err)
+		want := fakeserver.Like(p)
+		want.MaxKey = 9
+		require.Equal(t, want, got)
+	}
+	for _, b := range breakages {
+		got, err := parseSettings(string(b))
+		require.NoError(t, err)
+		require.Equal(t, fakeserver.Broken(b), got)
+	}
+}
+
+func request(t *testing.T, url string) *http.Request {
+	t.Helper()
+	req, err := http.NewRequest(http.MethodPost, url+"/v1/payments", strings.NewReader(body1999))
+	require.NoError(t, err)
+	req.GetBody = nil
+	req.Header.Set("Idempotency-Key", "order-1")
+	return req
+}
