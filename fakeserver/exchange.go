@@ -41,6 +41,7 @@ func (s *Server) exchange(rt *route, w http.ResponseWriter, r *http.Request) {
 	}
 	if stage == beforeRun {
 		x.claimFirst()
+		x.storeFailure()
 		if x.strike(nil) {
 			return
 		}
@@ -76,6 +77,19 @@ func (x *exchange) claimFirst() {
 	}
 }
 
+// storeFailure keeps the 5xx that is about to be said, at a server that stores those.
+func (x *exchange) storeFailure() {
+	s, f := x.s, x.fault
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.settings.Failures != StoreFailures || f.Kind != Status || f.Status < 500 {
+		return
+	}
+	if rec, _, proceed := s.claim(x.q); proceed && rec != nil {
+		rec.answer = f.failure(0)
+	}
+}
+
 func (x *exchange) remember() {
 	x.s.mu.Lock()
 	defer x.s.mu.Unlock()
@@ -105,7 +119,7 @@ func (s *Server) arrive(rt *route, w http.ResponseWriter, r *http.Request) *exch
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	t := s.settings
-	q := &request{http: r, route: rt, caller: callerOf(r.Header.Get("Authorization"), t.KeyPer)}
+	q := &request{http: r, route: rt, life: s.life, caller: callerOf(r.Header.Get("Authorization"), t.KeyPer)}
 	keys := r.Header.Values(t.KeyHeader)
 	q.key, q.keyFault = keyOf(keys, t, rt.wants)
 	if !rt.keyed {
@@ -131,9 +145,6 @@ func (s *Server) arrive(rt *route, w http.ResponseWriter, r *http.Request) *exch
 	if chosen := s.choose(q.send); chosen != nil {
 		q.send.Fault = chosen.text
 		f := chosen.Fault
-		if f.Kind == Status && f.Point == BeforeEffect && f.Status >= 500 && t.Failures == StoreFailures {
-			f.Kind = StoredFailure
-		}
 		x.fault = &f
 	}
 	return x
@@ -160,7 +171,9 @@ func (x *exchange) read() bool {
 	if err == nil && !q.tooLarge {
 		q.bodySum = hex.EncodeToString(sum.Sum(nil))
 	}
-	q.understand()
+	if err == nil {
+		q.understand()
+	}
 	x.s.mu.Lock()
 	defer x.s.mu.Unlock()
 	q.send.BodyLen, q.send.BodySHA256, q.send.Reference = q.bodyLen, q.bodySum, q.reference
@@ -185,10 +198,14 @@ func (x *exchange) run() answer {
 		return x.runStuck()
 	case f != nil && f.Point == DuringEffect && (f.Kind == Status || f.Kind == HTML):
 		return x.runBehind()
-	case f.is(StoredFailure) && !x.s.wait(f.Delay, x.gone()):
+	case f.is(StoredFailure) && f.Point == BeforeEffect && !x.s.wait(f.Delay, x.gone()):
 		return answer{none: true}
 	default:
-		return x.s.execute(x.q, f)
+		a := x.s.execute(x.q, f)
+		if f.is(StoredFailure) && f.Point == AfterEffect && !a.none && !x.s.wait(f.Delay, x.gone()) {
+			return answer{none: true}
+		}
+		return a
 	}
 }
 
@@ -212,7 +229,8 @@ func (x *exchange) note(status int) {
 // reply sends the answer the way an honest server does.
 func (x *exchange) reply(a answer) {
 	if x.r.Context().Err() != nil {
-		return // the client has left
+		x.drop() // the client has left; to return would make net/http say 200
+		return
 	}
 	x.note(a.status)
 	x.headers(x.stamp(a))

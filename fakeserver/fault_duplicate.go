@@ -10,12 +10,12 @@ func (x *exchange) runTwice() answer {
 	case AfterEffect:
 		a := s.execute(x.q, nil)
 		if x.fault.Delay == 0 {
-			s.deliver(again)
+			s.deliver(again, x.q.send)
 		} else if s.begin() {
 			go func() {
 				defer s.leave()
 				if s.wait(x.fault.Delay, nil) {
-					s.deliver(again)
+					s.deliver(again, x.q.send)
 				}
 			}()
 		}
@@ -24,7 +24,7 @@ func (x *exchange) runTwice() answer {
 		ended := make(chan struct{})
 		go func() {
 			defer close(ended)
-			s.deliver(again)
+			s.deliver(again, x.q.send)
 		}()
 		a := s.execute(x.q, nil)
 		<-ended // so that whoever has the answer finds the copy in the list; it does not wait for anything
@@ -38,7 +38,7 @@ func (x *exchange) runImpatient(again *request) answer {
 	if a.none {
 		return a
 	}
-	if second := x.s.deliver(again); running {
+	if second := x.s.deliver(again, x.q.send); running {
 		return second
 	}
 	return a
@@ -81,12 +81,17 @@ func (q *request) copy() *request {
 	return &c
 }
 
-// deliver lists the copy and executes it.
-func (s *Server) deliver(q *request) answer {
-	defer s.ended(q.send)
+// deliver lists the copy of a send and executes it, unless that came before a Reset.
+func (s *Server) deliver(q *request, of *Send) answer {
 	s.mu.Lock()
+	if !s.listed(of) {
+		s.mu.Unlock()
+		return answer{none: true}
+	}
+	q.life = s.life // the network delivers after a Restart, too
 	s.list(q.send)
 	s.mu.Unlock()
+	defer s.ended(q.send)
 	a := s.execute(q, nil)
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -11,7 +11,6 @@ import (
 	"net/http"
 	"net/url"
 	"slices"
-	"strconv"
 )
 
 // Handle puts a stub of your own behind the server's idempotency, faults and ledger. The pattern is one of
@@ -36,7 +35,7 @@ func (r *route) parseStub(q *request) {
 	q.reference = referenceOf(q)
 	asked := q.http.Clone(context.WithoutCancel(q.http.Context())) // the original belongs to net/http
 	q.stub = func() (answer, Effect) {
-		ctx, cancel := r.server.alive(asked.Context())
+		ctx, cancel := r.server.alive(asked.Context(), q.life)
 		defer cancel()
 		req := asked.Clone(ctx) // a second delivery is another call
 		req.Body = io.NopCloser(bytes.NewReader(q.body))
@@ -46,10 +45,10 @@ func (r *route) parseStub(q *request) {
 			return a, Effect{}
 		}
 		var made struct {
-			ID string `json:"id"`
+			ID any `json:"id"`
 		}
-		_ = json.Unmarshal(a.body, &made) // an answer without an id is fine
-		return a, Effect{Kind: "handled", ID: made.ID}
+		unmarshal(a.body, &made) // an answer without an id is fine
+		return a, Effect{Kind: "handled", ID: textOf(made.ID)}
 	}
 }
 
@@ -57,12 +56,9 @@ func safe(method string) bool {
 	return slices.Contains([]string{http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace}, method)
 }
 
-// alive is a context that ends with the server and with its restart.
-func (s *Server) alive(parent context.Context) (context.Context, context.CancelFunc) {
+// alive is a context that ends with the server and with the life of it that a request arrived in.
+func (s *Server) alive(parent context.Context, life <-chan struct{}) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(parent)
-	s.mu.Lock()
-	life := s.life
-	s.mu.Unlock()
 	go func() {
 		defer cancel()
 		select {
@@ -84,17 +80,33 @@ func referenceOf(q *request) string {
 		var in struct {
 			Reference any `json:"reference"`
 		}
-		_ = json.Unmarshal(q.body, &in) // a body that is not JSON has no reference
-		switch v := in.Reference.(type) {
-		case string:
-			if v != "" {
-				return v
-			}
-		case float64:
-			return strconv.FormatFloat(v, 'f', -1, 64)
+		unmarshal(q.body, &in) // a body that is not JSON has no reference
+		if text := textOf(in.Reference); text != "" {
+			return text
 		}
 	}
 	return q.http.URL.Query().Get("reference")
+}
+
+// unmarshal keeps numbers as they are written.
+func unmarshal(data []byte, v any) {
+	if !json.Valid(data) {
+		return
+	}
+	d := json.NewDecoder(bytes.NewReader(data))
+	d.UseNumber()
+	_ = d.Decode(v) // valid JSON of another shape is no reference
+}
+
+// textOf is a JSON string or number as text.
+func textOf(v any) string {
+	switch v := v.(type) {
+	case string:
+		return v
+	case json.Number:
+		return v.String()
+	}
+	return ""
 }
 
 // recorded runs the stub and keeps what it answers; none if it panics.

@@ -30,6 +30,7 @@ type record struct {
 type request struct {
 	http      *http.Request
 	route     *route
+	life      chan struct{} // of the server, that it arrived in
 	caller    string
 	key       string
 	keyFault  *answer // why the key is not accepted; nil = it is, or none is needed
@@ -77,8 +78,8 @@ func (q *request) scoped(t Settings) scopedKey {
 // claim looks the key up. Either there is an answer already (proceed is false), or the request may act; then rec is the
 // reserved key, nil if no key protects it. s.mu is held, and must stay held until the effect happened or rec is marked running.
 func (s *Server) claim(q *request) (rec *record, a answer, proceed bool) {
-	if !s.listed(q.send) {
-		return nil, answer{none: true}, false // it came before a Reset
+	if !s.listed(q.send) || q.life != s.life {
+		return nil, answer{none: true}, false // it came before a Reset or a Restart
 	}
 	if q.keyFault != nil {
 		return nil, *q.keyFault, false
@@ -279,18 +280,20 @@ func (s *Server) perform(q *request, rec *record, f *Fault, delay time.Duration)
 		if rec != nil {
 			rec.running = true
 		}
-		open, life := true, s.life
+		open := true
 		var a answer
 		var e Effect
 		s.unlocked(func() {
-			if open = s.wait(delay, life); open && stub != nil {
+			if open = s.wait(delay, q.life); open && stub != nil {
 				a, e = stub()
 			}
 		})
-		open = open && s.listed(q.send)
+		open = open && s.listed(q.send) && q.life == s.life
 		switch {
 		case !open && s.settings.ClaimFirst:
-			s.die(rec, s.settings.Lease)
+			if rec != nil && rec.freeAt.IsZero() { // a Restart has done it already
+				s.die(rec, s.settings.Lease)
+			}
 			ended = true
 			return answer{none: true}
 		case !open, a.none:

@@ -134,7 +134,10 @@ func (s *Server) enter(q *request, e Effect) {
 	if e.Key != "" {
 		s.effectsByKey[e.Key] = append(s.effectsByKey[e.Key], e.N-1)
 	}
-	q.send.Effect, q.send.Reference = e.N, e.Reference
+	q.send.Effect = e.N
+	if e.Kind == "cancellation" {
+		q.send.Reference = e.Reference
+	}
 }
 
 // list records a send. s.mu is held.

@@ -330,6 +330,15 @@ func (s *Server) Restart() {
 	if s.settings.ForgetAtRestart {
 		clear(s.keys)
 	}
+	for at, rec := range s.keys {
+		switch {
+		case !rec.running || !rec.freeAt.IsZero():
+		case s.settings.ClaimFirst:
+			s.die(rec, s.settings.Lease)
+		default:
+			delete(s.keys, at)
+		}
+	}
 	var dying []net.Conn
 	for _, conns := range [...]map[net.Conn]struct{}{s.open, s.hijacked} {
 		for c := range conns {
