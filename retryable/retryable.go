@@ -12,6 +12,14 @@
 //	RetryWaitMax
 //	PrepareRetry: f              Transport.Prepare: retryable.Prepare(f)
 //	ErrorHandler                 none: the last answer comes back as it is
+//	HTTPClient.Transport         Transport.Base
+//	HTTPClient.Timeout           Policy.AttemptTimeout
+//	Logger, the log hooks        Transport.Hooks: idem.SlogHooks(logger)
+//	NewRequest                   http.NewRequest
+//	StandardClient()             &http.Client{Transport: transport}
+//
+// Where CheckRetry and Backoff are go-retryablehttp's defaults, leave the
+// fields nil: then this package is not needed.
 //
 // What else changes: the waits of a Retry-After are the Transport's (a floor,
 // in every form of the header, bounded by Policy.MaxRetryAfter), and the caller
@@ -34,14 +42,16 @@ import (
 // [retryablehttp.DefaultRetryPolicy]. What check says becomes
 //
 //	yes  an error                                  Retry
-//	yes  408, 421, 425, 429, 500, 502, 503, 504    Undecided
+//	yes  408, 409, 421, 425, 429, 500, 502, 503,   Undecided
+//	     504
 //	yes  any other answer, a 2xx too               Retry
 //	no   an error, a status of that list, any 5xx  Stop
 //	no   any other answer                          Undecided
 //	no, with an error of its own                   Stop
 //
 // Undecided leaves it to idem's table, which repeats the listed statuses too,
-// but not where they are a stored answer; and which alone understands what
+// but not where they are a stored answer, and waits for a 409 that is in
+// progress; and which alone understands what
 // an answer says about the key: in progress is waited out, a reused key is
 // [idem.ErrKeyReused]. An error beside a yes does not count, as in
 // go-retryablehttp; one beside a no stops, and is lost: a Verdict has no place
@@ -73,7 +83,7 @@ func Classify(check retryablehttp.CheckRetry) func(*http.Response, error) idem.V
 		again, why := check(ctx, resp, nil)
 		listed := repeatedByTable(resp.StatusCode)
 		switch {
-		case again && !listed:
+		case again && !listed && resp.StatusCode != http.StatusConflict:
 			return idem.Retry
 		case again:
 			return idem.Undecided
