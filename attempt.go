@@ -169,7 +169,7 @@ func (o *operation) number() int {
 func (a *attempt) openBody() (io.ReadCloser, error) {
 	o := a.o
 	if o.body.opened > 0 {
-		if err := o.body.unchanged(); err != nil {
+		if err := o.body.unchanged(a.Context); err != nil {
 			return nil, err
 		}
 	}
@@ -428,6 +428,9 @@ func (a *attempt) read(resp *http.Response) result {
 		cut = a.buffer(limit)
 	case looks:
 		cut = a.buffer(drainBytes)
+	case redirects(resp):
+		// http.Client reads of it before it follows, and has no limit there.
+		a.doc.text, a.whole = a.prefix(resp.Body, drainBytes), true
 	}
 	if resp.Body == http.NoBody && resp.StatusCode != http.StatusSwitchingProtocols {
 		a.whole = true
@@ -490,6 +493,15 @@ func bufferable(resp *http.Response, limit int64) bool {
 		return true
 	}
 	return strings.HasSuffix(t, "+json") || strings.HasSuffix(t, "+xml")
+}
+
+// redirects reports whether http.Client would follow the answer.
+func redirects(resp *http.Response) bool {
+	switch resp.StatusCode {
+	case http.StatusMovedPermanently, http.StatusFound, http.StatusSeeOther, http.StatusTemporaryRedirect, http.StatusPermanentRedirect:
+		return resp.Header.Get("Location") != ""
+	}
+	return false
 }
 
 // endless answers are streams by their type: nobody knows when their next byte

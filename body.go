@@ -89,7 +89,7 @@ func (b *body) take(ctx context.Context, req *http.Request, limit int64) error {
 	if ok, err := b.takeSection(req.Body); ok || err != nil {
 		return err
 	}
-	return b.takeReader(ctx, req.Body)
+	return b.takeReader(ctx)
 }
 
 // takeSection knows the concrete types that can be read at any offset by
@@ -137,7 +137,7 @@ func (b *body) takeSection(rc io.ReadCloser) (bool, error) {
 }
 
 // takeReader buffers a reader that can be read only once, up to the limit.
-func (b *body) takeReader(ctx context.Context, r io.Reader) error {
+func (b *body) takeReader(ctx context.Context) error {
 	b.source = new(source)
 	if b.limit < 0 || b.length > b.limit {
 		b.kind = stream
@@ -147,17 +147,11 @@ func (b *body) takeReader(ctx context.Context, r io.Reader) error {
 	if b.length >= 0 {
 		most = b.length
 	}
-	stop := context.AfterFunc(ctx, func() { _ = b.own.Close() }) // the reader may be waiting for somebody
-	data, err := io.ReadAll(io.LimitReader(r, most+1))
-	if !stop() && err == nil {
-		err = ctx.Err()
+	var read bytes.Buffer
+	if _, err := readBody(ctx, &read, &b.own, most+1); err != nil { // not closed: the rest of a stream follows
+		return err
 	}
-	switch {
-	case err != nil && ctx.Err() != nil:
-		return context.Cause(ctx)
-	case err != nil:
-		return &bodyError{err}
-	}
+	data := read.Bytes()
 	b.source.data = data
 	switch n := int64(len(data)); {
 	case b.length >= 0 && n != b.length:
@@ -196,7 +190,11 @@ func (b *body) open() (io.ReadCloser, error) {
 	if err != nil || b.kind == buffered {
 		return rc, err
 	}
-	return reading(rc, rc, b.length), nil
+	r := reading(rc, rc, b.length)
+	if b.first != nil && b.first.unread() { // the attempts before were refused: this is the first one that counts
+		b.first, r.seen = r, new(maphash.Hash)
+	}
+	return r, nil
 }
 
 // again opens a body that can be read more than once.
@@ -204,11 +202,17 @@ func (b *body) again() (io.ReadCloser, error) {
 	switch b.kind {
 	case reopened:
 		rc, err := b.getBody()
+		if rc == nil && err == nil {
+			err = errors.New("idem: Request.GetBody returned neither a reader nor an error")
+		}
 		if err != nil {
 			return nil, &bodyError{err}
 		}
 		return rc, nil
 	case section:
+		if err := b.source.unchanged(); err != nil {
+			return nil, err
+		}
 		return &readCloser{io.NewSectionReader(b.source.at, b.source.off, b.length), b.hold()}, nil
 	}
 	return io.NopCloser(bytes.NewReader(b.source.data)), nil
@@ -255,38 +259,43 @@ func (b *body) replayable() bool { return b.kind != stream || b.opened == 0 }
 // unchanged refuses another attempt with other content: a file that was
 // written to, or a GetBody that returns something else. Beyond the buffer
 // limit only the length counts, which the readers check.
-func (b *body) unchanged() error {
-	if b.kind == section && b.source.file != nil {
-		s := b.source
-		info, err := s.file.Stat()
-		if err != nil {
-			return &bodyError{err}
-		}
-		if info.Size() != s.info.Size() || !info.ModTime().Equal(s.info.ModTime()) {
-			return ErrBodyChanged
-		}
-	}
+func (b *body) unchanged(ctx context.Context) error {
 	if b.kind != reopened {
+		return nil // sections look at their file whenever they are opened
+	}
+	return b.same(ctx, b)
+}
+
+// unchanged refuses a file that was written to.
+func (s *source) unchanged() error {
+	if s.file == nil {
 		return nil
 	}
-	return b.same(b)
+	info, err := s.file.Stat()
+	if err != nil {
+		return &bodyError{err}
+	}
+	if info.Size() != s.info.Size() || !info.ModTime().Equal(s.info.ModTime()) {
+		return ErrBodyChanged
+	}
+	return nil
 }
 
 // follows refuses a redirect hop whose body is not that of the request that
 // was redirected.
-func (b *body) follows(first *body) error {
+func (b *body) follows(ctx context.Context, first *body) error {
 	if b.length >= 0 && first.length >= 0 && b.length != first.length {
 		return ErrBodyChanged
 	}
 	if b.kind == noBody || b.kind == stream {
 		return nil
 	}
-	return b.same(first)
+	return b.same(ctx, first)
 }
 
 // same refuses a body that does not begin with what the first attempt of
 // first read.
-func (b *body) same(first *body) error {
+func (b *body) same(ctx context.Context, first *body) error {
 	var before, now maphash.Hash
 	n, err := first.firstContent(&before)
 	if n < 0 || n > max(b.limit, defaultBuffer) || err != nil {
@@ -296,11 +305,12 @@ func (b *body) same(first *body) error {
 	if err != nil {
 		return err
 	}
-	defer func() { _ = rc.Close() }()
+	opened := &ownBody{rc: rc}
+	defer func() { _ = opened.Close() }()
 	now.SetSeed(before.Seed())
-	switch m, err := io.Copy(&now, io.LimitReader(rc, n)); {
+	switch m, err := readBody(ctx, &now, opened, n); {
 	case err != nil:
-		return &bodyError{err}
+		return err
 	case m != n || now.Sum64() != before.Sum64():
 		return ErrBodyChanged
 	}
@@ -386,7 +396,7 @@ func (b *body) finish(answered bool) {
 
 // digest hashes the body for the fingerprint; beyond the buffer limit only
 // the length counts.
-func (b *body) digest() (sum [sha256.Size]byte, length int64, whole bool, err error) {
+func (b *body) digest(ctx context.Context) (sum [sha256.Size]byte, length int64, whole bool, err error) {
 	limit := b.limit
 	if limit < 0 {
 		limit = defaultBuffer
@@ -406,12 +416,13 @@ func (b *body) digest() (sum [sha256.Size]byte, length int64, whole bool, err er
 	if err != nil {
 		return sum, 0, false, err
 	}
-	defer func() { _ = r.Close() }()
+	opened := &ownBody{rc: r}
+	defer func() { _ = opened.Close() }()
 	h := sha256.New()
-	n, err := io.Copy(h, io.LimitReader(r, limit+1))
+	n, err := readBody(ctx, h, opened, limit+1)
 	switch {
 	case err != nil:
-		return sum, 0, false, &bodyError{err}
+		return sum, 0, false, err
 	case b.length >= 0 && n != b.length:
 		return sum, 0, false, invalid("Request.Body", "has %d bytes; ContentLength says %d", n, b.length)
 	case n > limit:
@@ -419,6 +430,20 @@ func (b *body) digest() (sum [sha256.Size]byte, length int64, whole bool, err er
 	}
 	h.Sum(sum[:0])
 	return sum, n, true, nil
+}
+
+// readBody reads up to most bytes of a body. It hears the context and closes the
+// body then: its reader may be waiting for somebody.
+func readBody(ctx context.Context, to io.Writer, b *ownBody, most int64) (int64, error) {
+	stop := context.AfterFunc(ctx, func() { _ = b.Close() })
+	n, err := io.Copy(to, io.LimitReader(b.rc, most))
+	if !stop() && ctx.Err() != nil {
+		return n, context.Cause(ctx)
+	}
+	if err != nil {
+		return n, &bodyError{err}
+	}
+	return n, nil
 }
 
 // bodyError is an error of the caller's own reader: no network fault.
@@ -484,6 +509,13 @@ func (a *attemptBody) Close() error {
 		return nil
 	}
 	return a.c.Close()
+}
+
+// unread reports whether nothing was read of it.
+func (a *attemptBody) unread() bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.read == 0
 }
 
 // touched reports whether anybody read or closed it.

@@ -47,8 +47,10 @@ func (c *Client) Do(req *http.Request) (*http.Response, error) {
 		return nil, err
 	}
 	var last *operation
+	answered := false
+	defer func() { finish(answered) }() // also when a hook or the base panics
 	resp, err := c.http.Do(req.WithContext(context.WithValue(req.Context(), lastOperation{}, &last)))
-	finish(err == nil)
+	answered = err == nil
 	if err != nil {
 		var e *Error
 		if errors.As(err, &e) {

@@ -135,7 +135,9 @@ func (e *Error) happened() string {
 func (e *Error) next() string {
 	switch {
 	case errors.Is(e.Reason, ErrInvalid), errors.Is(e.Reason, ErrKeyInvalid):
-		return "correct it and call again; this call sent nothing"
+		if len(e.Attempts) == 0 {
+			return "correct it and call again; this call sent nothing"
+		}
 	case errors.Is(e.Reason, ErrKeyReused):
 		return "do not choose a new key before you know what the first request did"
 	case errors.Is(e.Reason, ErrKeyExpired):

@@ -312,10 +312,10 @@ type fingerprint struct {
 	shown  string
 }
 
-func fingerprintOf(req *http.Request, scope string, b *body) (*fingerprint, error) {
+func fingerprintOf(ctx context.Context, req *http.Request, scope string, b *body) (*fingerprint, error) {
 	f := &fingerprint{method: method(req), url: urlOf(req.URL), scope: scope}
 	var err error
-	f.digest, f.length, f.whole, err = b.digest()
+	f.digest, f.length, f.whole, err = b.digest(ctx)
 	if err != nil {
 		return nil, err
 	}

@@ -14,6 +14,7 @@ import (
 	"net/http/httptest"
 	"net/url"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -280,8 +281,8 @@ func TestSecretThatBeginsLikeAnotherIsRedactedWhole(t *testing.T) {
 			return nil, fmt.Errorf("bad token %s", r.URL.Query().Get("token"))
 		})}
 		tr.Policy.MaxAttempts = 1
-		_, err := tr.RoundTrip(newPost(t, context.Background(), "http://h/?a=sk_live&token=sk_live_4242", "{}"))
-		if strings.Contains(err.Error(), "4242") {
+		_, err := tr.RoundTrip(newPost(t, context.Background(), "http://h/?a=sk_live&token=sk_live_wxyz", "{}"))
+		if strings.Contains(err.Error(), "wxyz") {
 			leaks++
 		}
 	}
@@ -682,4 +683,264 @@ func TestInnermostWordOnKeysCounts(t *testing.T) {
 		readAll(t, resp)
 		require.Equal(t, c.from, idem.ReportOf(resp).KeyFrom)
 	}
+}
+
+// TestBodyIsComparedWithWhatWasReadNotWithARefusedAttempt has a refused connection, which reads nothing of the body,
+// then a lost attempt, then a GetBody that gives another amount.
+func TestBodyIsComparedWithWhatWasReadNotWithARefusedAttempt(t *testing.T) {
+	for _, key := range []string{"", "k"} {
+		var sent []string
+		calls := 0
+		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			defer func() { _ = r.Body.Close() }()
+			if calls++; calls == 1 {
+				return nil, &net.OpError{Op: "dial", Err: errors.New("refused")}
+			}
+			b, err := io.ReadAll(r.Body)
+			if err != nil {
+				return nil, err
+			}
+			sent = append(sent, string(b))
+			if calls == 2 {
+				return nil, io.ErrUnexpectedEOF
+			}
+			return answer(r, 201, nil, "{}"), nil
+		})}
+		ctx := context.Background()
+		if key != "" {
+			ctx = idem.WithKey(ctx, key)
+		}
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://h/", io.NopCloser(io.MultiReader(strings.NewReader("amount=1999"))))
+		require.NoError(t, err)
+		req.GetBody = func() (io.ReadCloser, error) {
+			amount := 1999
+			if len(sent) > 0 {
+				amount = 2999
+			}
+			return io.NopCloser(strings.NewReader(fmt.Sprintf("amount=%d", amount))), nil
+		}
+		resp, err := tr.RoundTrip(req)
+		if err == nil {
+			readAll(t, resp)
+		}
+		require.Equal(t, []string{"amount=1999"}, sent)
+		require.ErrorIs(t, err, idem.ErrBodyChanged)
+	}
+}
+
+// TestTextSaysNothingSentOnlyWhereNothingWas has an operation that ends with ErrInvalid after its first send: a 303 to
+// nowhere after the effect, and a Prepare that changes the key of the second attempt.
+func TestTextSaysNothingSentOnlyWhereNothingWas(t *testing.T) {
+	s := onLoopback(t)
+	require.NoError(t, s.Script("", fakeserver.Fault{
+		Kind: fakeserver.Redirect, Point: fakeserver.AfterEffect, Status: http.StatusSeeOther, Location: "http:///v1/payments",
+	}))
+	_, err := idem.NewClient(over(s)).Do(newPayment(t, context.Background(), s, "r"))
+	require.ErrorIs(t, err, idem.ErrInvalid)
+	require.Len(t, s.Effects(), 1)
+	require.Equal(t, idem.Executed, idem.OutcomeOf(nil, err))
+	require.NotContains(t, err.Error(), "sent nothing")
+	require.NotContains(t, err.Error(), "call again")
+
+	s = onLoopback(t)
+	require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Reset, Point: fakeserver.AfterEffect}))
+	prepared := 0
+	tr := over(s, func(tr *idem.Transport) {
+		tr.Prepare = func(r *http.Request) error {
+			if prepared++; prepared == 2 {
+				r.Header.Set("Idempotency-Key", "another")
+			}
+			return nil
+		}
+	})
+	_, err = tr.RoundTrip(newPayment(t, context.Background(), s, "r"))
+	require.ErrorIs(t, err, idem.ErrInvalid)
+	require.Len(t, s.Effects(), 1)
+	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err))
+	require.NotContains(t, err.Error(), "sent nothing")
+}
+
+// TestKeyWindowCountsFromTheSendThatCameBeforeStarted has a row whose database clock is 59 s ahead: the server reckons
+// from the send, and has forgotten the key ten seconds after its 24 h.
+func TestKeyWindowCountsFromTheSendThatCameBeforeStarted(t *testing.T) {
+	virtual(t, func(t *testing.T) {
+		s := inMemory(t)
+		require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Reset, Point: fakeserver.AfterEffect}))
+		tr := over(s, func(tr *idem.Transport) { tr.Dialect, tr.Policy.MaxAttempts = idem.Stripe, 1 })
+		op := idem.Operation{Name: "payment", ID: "order-1/1", Started: time.Now().Add(59 * time.Second)}
+		ctx := idem.WithOperation(context.Background(), op)
+		_, err := tr.RoundTrip(newPayment(t, ctx, s, "r"))
+		require.Error(t, err)
+		time.Sleep(24*time.Hour + 10*time.Second)
+		resp, err := tr.RoundTrip(newPayment(t, ctx, s, "r"))
+		if err == nil {
+			readAll(t, resp)
+		}
+		require.Len(t, s.Effects(), 1)
+		require.ErrorIs(t, err, idem.ErrKeyExpired)
+	})
+}
+
+// TestRedirectWhoseBodyNeverEndsDoesNotHoldTheCall has a 307 that freezes in a chunked page, of which http.Client reads
+// 2 KiB before it follows.
+func TestRedirectWhoseBodyNeverEndsDoesNotHoldTheCall(t *testing.T) {
+	for _, method := range []string{http.MethodPost, http.MethodGet} {
+		freed := make(chan struct{})
+		url := rawServer(t, func(_ int, c net.Conn, r *bufio.Reader) {
+			req, err := http.ReadRequest(r)
+			if err != nil {
+				return
+			}
+			_, _ = io.Copy(io.Discard, req.Body)
+			_, _ = io.WriteString(c, "HTTP/1.1 307 Temporary Redirect\r\nLocation: /to\r\nContent-Type: text/html\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n<html\r\n")
+			<-freed
+		})
+		tr := &idem.Transport{Base: newBase(t), Policy: casePolicy()}
+		tr.Policy.AttemptTimeout, tr.Policy.MaxElapsed = 100*time.Millisecond, 500*time.Millisecond
+		req, err := http.NewRequest(method, url+"/from", strings.NewReader("{}"))
+		require.NoError(t, err)
+		done := make(chan error, 1)
+		go func() {
+			resp, err := idem.NewClient(tr).Do(req)
+			if err == nil {
+				_ = resp.Body.Close()
+			}
+			done <- err
+		}()
+		select {
+		case err := <-done:
+			require.Error(t, err)
+		case <-time.After(4 * time.Second):
+			t.Errorf("%s hangs past AttemptTimeout and MaxElapsed", method)
+		}
+		close(freed)
+	}
+}
+
+// TestDeadlineEndsTheComparisonOfABody has a GetBody whose reader comes from elsewhere and stalls: it is read for the
+// fingerprint of a named key, and to compare the second attempt's body.
+func TestDeadlineEndsTheComparisonOfABody(t *testing.T) {
+	for _, key := range []string{"", "k"} {
+		pr, pw := io.Pipe()
+		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			_, err := io.ReadAll(r.Body)
+			_ = r.Body.Close()
+			if err != nil {
+				return nil, err
+			}
+			return nil, io.ErrUnexpectedEOF
+		})}
+		ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
+		if key != "" {
+			ctx = idem.WithKey(ctx, key)
+		}
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://h/", io.NopCloser(io.MultiReader(strings.NewReader("amount=1999"))))
+		require.NoError(t, err)
+		req.GetBody = func() (io.ReadCloser, error) { return pr, nil }
+		done := make(chan error, 1)
+		go func() {
+			_, err := tr.RoundTrip(req)
+			done <- err
+		}()
+		select {
+		case err := <-done:
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+		case <-time.After(2 * time.Second):
+			t.Errorf("%q: hangs past the caller's deadline", key)
+			_ = pw.Close()
+			<-done
+		}
+		cancel()
+	}
+}
+
+// TestGetBodyThatGivesNothingEndsTheOperation has a GetBody that returns neither a reader nor an error.
+func TestGetBodyThatGivesNothingEndsTheOperation(t *testing.T) {
+	for _, key := range []string{"", "k"} {
+		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			_ = r.Body.Close()
+			return nil, io.ErrUnexpectedEOF
+		})}
+		ctx := context.Background()
+		if key != "" {
+			ctx = idem.WithKey(ctx, key)
+		}
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://h/", io.NopCloser(io.MultiReader(strings.NewReader("{}"))))
+		require.NoError(t, err)
+		req.GetBody = func() (io.ReadCloser, error) { return nil, nil }
+		require.NotPanics(t, func() { _, err = tr.RoundTrip(req) })
+		require.Error(t, err)
+	}
+}
+
+// TestFileThatIsRewrittenIsNotSentAgainThroughDo has a file beyond the buffer limit, rewritten in place at the same
+// length between two attempts.
+func TestFileThatIsRewrittenIsNotSentAgainThroughDo(t *testing.T) {
+	const size = 2 << 20
+	name := filepath.Join(t.TempDir(), "upload")
+	require.NoError(t, os.WriteFile(name, []byte(strings.Repeat("a", size)), 0o600))
+	f, err := os.Open(name)
+	require.NoError(t, err)
+	var sent []byte
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		b, err := io.ReadAll(r.Body)
+		_ = r.Body.Close()
+		if err != nil {
+			return nil, err
+		}
+		if sent = append(sent, b[0]); len(sent) > 1 {
+			return answer(r, 201, nil, "{}"), nil
+		}
+		time.Sleep(20 * time.Millisecond) // so that the times of the file differ
+		w, err := os.OpenFile(name, os.O_WRONLY, 0)
+		require.NoError(t, err)
+		_, err = w.WriteString(strings.Repeat("b", size))
+		require.NoError(t, err)
+		require.NoError(t, w.Close())
+		return nil, io.ErrUnexpectedEOF
+	})}
+	req, err := http.NewRequest(http.MethodPost, "http://h/", f)
+	require.NoError(t, err)
+	resp, err := idem.NewClient(tr).Do(req)
+	if err == nil {
+		readAll(t, resp)
+	}
+	require.Equal(t, "a", string(sent))
+	require.ErrorIs(t, err, idem.ErrBodyChanged)
+}
+
+// TestSecretThatTheTextEscapesIsRedacted has secrets that %q, with which net/http and many a base quote, does not leave as they
+// are: a Location that http.Client cannot read, and an Authorization with parameters.
+func TestSecretThatTheTextEscapesIsRedacted(t *testing.T) {
+	for _, location := range []string{`http://bob:hunter2@h:bad/?token="hunter3"`, `http://bob:hunter2@h:bad/\?token=hunter3`} {
+		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			return answer(r, http.StatusSeeOther, http.Header{"Location": {location}}, ""), nil
+		})}
+		_, err := idem.NewClient(tr).Do(newPost(t, context.Background(), "http://h/", "{}"))
+		require.Error(t, err)
+		require.NotContains(t, err.Error(), "hunter")
+	}
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		return nil, fmt.Errorf("gateway refused %q", r.Header["Authorization"])
+	})}
+	tr.Policy.MaxAttempts = 1
+	req := newPost(t, context.Background(), "http://h/", "{}")
+	req.Header.Set("Authorization", `Token token="hunter4"`)
+	_, err := tr.RoundTrip(req)
+	require.Error(t, err)
+	require.NotContains(t, err.Error(), "hunter")
+}
+
+// TestPanicThroughDoClosesTheFile has a base that panics under a caller that recovers, as http.Server does.
+func TestPanicThroughDoClosesTheFile(t *testing.T) {
+	name := filepath.Join(t.TempDir(), "upload")
+	require.NoError(t, os.WriteFile(name, []byte("{}"), 0o600))
+	f, err := os.Open(name)
+	require.NoError(t, err)
+	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(*http.Request) (*http.Response, error) { panic("base") })}
+	req, err := http.NewRequest(http.MethodPost, "http://h/", f)
+	require.NoError(t, err)
+	require.Panics(t, func() { _, _ = idem.NewClient(tr).Do(req) })
+	_, err = f.Stat()
+	require.ErrorIs(t, err, os.ErrClosed)
 }

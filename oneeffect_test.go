@@ -5,6 +5,7 @@ import (
 	"flag"
 	"fmt"
 	"net/http"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -28,6 +29,7 @@ type load struct {
 	seed     int64
 	faults   []fakeserver.Fault
 	settings fakeserver.Settings
+	start    func() *fakeserver.Server // nil: HTTP/1
 	// through makes the caller under test over a base.
 	through func(base http.RoundTripper) caller
 }
@@ -87,7 +89,11 @@ func (l load) run(t *testing.T) tally {
 }
 
 func (l load) batch(t *testing.T, first, n int) tally {
-	s := fakeserver.NewInMemory()
+	start := l.start
+	if start == nil {
+		start = fakeserver.NewInMemory
+	}
+	s := start()
 	defer s.Close()
 	settings := l.settings
 	settings.ForgetHeaders = true
@@ -229,4 +235,49 @@ func TestOneEffectWithSlowEffects(t *testing.T) {
 	requireAllSettled(t, ops, sum)
 	require.Zero(t, sum.unknownAtFirst, "reported failed though done")
 	require.Greater(t, sum.Arrived, ops+2*ops/50, "no effect was slow")
+}
+
+// mixedOverHTTP2 is the mix in the words of HTTP/2: what ends a connection of
+// HTTP/1 resets a stream or goes away. Every fifth connection that would be
+// reset is reset even so, with all the streams on it.
+func mixedOverHTTP2(rate float64, seed int64) []fakeserver.Fault {
+	var mix []fakeserver.Fault
+	for _, f := range fakeserver.Mixed(rate, seed) {
+		switch f.Kind {
+		case fakeserver.Reset:
+			whole := f
+			whole.Rate /= 5
+			f.Rate -= whole.Rate
+			f.Kind, f.Code = fakeserver.StreamReset, "REFUSED_STREAM"
+			mix = append(mix, whole)
+		case fakeserver.Close:
+			f.Kind = fakeserver.GoAway
+		}
+		mix = append(mix, f)
+	}
+	return mix
+}
+
+// The operations share one connection, until a fault ends it.
+func TestOneEffectPerOperationOverHTTP2(t *testing.T) {
+	const ops = 4_000
+	seed := *seedFlag
+	sum := load{
+		ops: ops, seed: seed, faults: mixedOverHTTP2(0.35, seed), start: fakeserver.NewInMemoryTLS,
+		through: func(base http.RoundTripper) caller {
+			return viaTransport(&idem.Transport{Base: base, Policy: loadPolicy()})
+		},
+	}.run(t)
+	t.Logf("seed %d: %v; after the first call %d unknown, after further ones %d", seed, sum.Figures, sum.unknownAtFirst, sum.unsettled)
+	// A connection takes the streams of others with it: what was on its way
+	// then was sent and has not arrived.
+	lost := sum.Reported - sum.Arrived
+	require.GreaterOrEqual(t, lost, 0)
+	require.LessOrEqual(t, lost, ops/100)
+	if sum.Reported -= lost; lost > 0 {
+		sum.violations = slices.DeleteFunc(sum.violations, func(v witness.Violation) bool { return v.Rule == witness.HonestSends })
+	}
+	requireAllSettled(t, ops, sum)
+	require.LessOrEqual(t, sum.unknownAtFirst, ops/1000+3)
+	require.Greater(t, sum.Arrived, ops*13/10, "the faults hit nobody")
 }

@@ -58,6 +58,11 @@ func (o *operation) secrets(a *attempt) []string {
 }
 
 func longestFirst(secrets []string) []string {
+	for _, s := range secrets {
+		if q := strconv.Quote(s); q[1:len(q)-1] != s {
+			secrets = append(secrets, q[1:len(q)-1]) // as %q writes it
+		}
+	}
 	slices.SortFunc(secrets, func(a, b string) int { return len(b) - len(a) })
 	return slices.DeleteFunc(secrets, func(s string) bool { return len(s) < 3 }) // those would only garble the text
 }

@@ -258,6 +258,9 @@ func (o *operation) noteWait(wait time.Duration, from string) {
 func (o *operation) end(resp *http.Response, reason error) (*http.Response, error) {
 	r := &o.report
 	r.Reason = reason
+	if reason != nil && o.Err() != nil && errors.Is(reason, context.Cause(o.Context)) {
+		o.endedBy(o.Err())
+	}
 	r.EarlierUnknown = earlierUnknown(r.Attempts)
 	if !o.afterWrite {
 		r.Outcome = fold(r.Attempts, o.minted)

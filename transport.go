@@ -323,7 +323,7 @@ func (o *operation) begin() error {
 		return err
 	}
 	if previous != nil && keepsBody(req.Response.StatusCode) {
-		if err := o.body.follows(&previous.body); err != nil {
+		if err := o.body.follows(o.Context, &previous.body); err != nil {
 			return err
 		}
 	}
@@ -423,7 +423,7 @@ func (o *operation) setKey(key, from string) error {
 // the turn of one that is in use for this request.
 func (o *operation) claimKey() error {
 	if o.request == nil { // not a hop, which speaks for its first request
-		f, err := fingerprintOf(o.req, o.scope, &o.body)
+		f, err := fingerprintOf(o.Context, o.req, o.scope, &o.body)
 		if err != nil {
 			return err
 		}
@@ -445,10 +445,10 @@ func (o *operation) claimKey() error {
 	o.started = time.Now()
 	if o.cell != nil {
 		first := o.cell.first()
-		if s := o.cell.op.Started; !s.IsZero() {
+		if s := o.cell.op.Started; !s.IsZero() && (first.IsZero() || s.Before(first)) {
 			first = s
 		}
-		if !first.IsZero() {
+		if !first.IsZero() && first.Before(o.started) { // a Started that is yet to come says less than the send itself
 			o.noteSend(first)
 		}
 	}
