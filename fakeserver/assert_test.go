@@ -53,3 +53,23 @@ POST /v1/payments, reference order-1: 2 effects, 3 sends, 2 keys
 		require.False(t, s.AssertOneEffectPerOperation(&verdictOf{}, Filter{Key: "k1"}), "the other key of the operation counts")
 	})
 }
+
+func TestAtMostOneEffectPerOperationAllowsForNone(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		require.False(t, s.AssertAtMostOneEffectPerOperation(&verdictOf{}), "nothing was tested")
+		s.Apply(Like(Stripe))
+		inject(t, s, Fault{Kind: Status, Status: 503, Key: "k1", Send: 1})
+		for range 2 {
+			require.Equal(t, 503, pay("k1").send(s).status)
+		}
+		require.Empty(t, s.Effects(), "the 503 is stored")
+		require.False(t, s.AssertOneEffectPerOperation(&verdictOf{}))
+		require.True(t, s.AssertAtMostOneEffectPerOperation(t))
+		pay("k2").send(s)
+		pay("k3").send(s)
+		require.Len(t, s.Effects(), 2)
+		var v verdictOf
+		require.False(t, s.AssertAtMostOneEffectPerOperation(&v))
+		require.Contains(t, v.said[0], "1 of 1 operations had more than one effect")
+	})
+}

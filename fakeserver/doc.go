@@ -28,7 +28,8 @@
 // Amounts are in minor units; [DeclinedAmount] and the source "tok_declined" are declined with 402. A reference is the
 // caller's own name for the thing, and optional. Every refusal is an RFC 9457 problem whose type ends in what happened:
 // card-declined (402), refund-too-large, sold-out (422), invalid-request (400, with errors naming the fields),
-// duplicate-reference (409), body-too-large (413, above 1 MiB), not-found (404), method-not-allowed (405), injected-fault.
+// duplicate-reference (409, of a reservation, and only with [Settings].DuplicateReference), body-too-large (413, above
+// 1 MiB), not-found (404), method-not-allowed (405), injected-fault.
 //
 // [Server.Handle] adds routes of your own provider, behind the same keys, faults and ledger.
 //

@@ -41,7 +41,6 @@ func (s *Server) exchange(rt *route, w http.ResponseWriter, r *http.Request) {
 	}
 	if stage == beforeRun {
 		x.claimFirst()
-		x.storeFailure()
 		if x.strike(nil) {
 			return
 		}
@@ -82,7 +81,8 @@ func (x *exchange) storeFailure() {
 	s, f := x.s, x.fault
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.settings.Failures != StoreFailures || f.Kind != Status || f.Status < 500 {
+	if s.settings.Failures != StoreFailures || f.Kind != Status || f.Point != BeforeEffect || f.Status < 500 ||
+		s.lookup(x.q.scoped(s.settings)) != nil {
 		return
 	}
 	if rec, _, proceed := s.claim(x.q); proceed && rec != nil {
@@ -267,6 +267,14 @@ func head(a answer, framing ...field) []byte {
 	}
 	b.WriteString("\r\n")
 	return b.Bytes()
+}
+
+// bodyOf is what follows the headers of an answer: nothing after a HEAD.
+func (x *exchange) bodyOf(a answer) []byte {
+	if x.r.Method == http.MethodHead {
+		return nil
+	}
+	return a.body
 }
 
 func contentLength(n int) field { return field{"Content-Length", strconv.Itoa(n)} }

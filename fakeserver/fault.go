@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -236,11 +238,13 @@ func (f Fault) placed() Fault {
 func (f Fault) Validate() error {
 	k, ok := kinds[f.Kind]
 	if !ok {
-		return faultError("kind", "unknown kind "+strconv.Quote(string(f.Kind)))
+		return faultError("kind", "unknown kind "+strconv.Quote(string(f.Kind))+"; there are "+
+			strings.Join(texts(slices.Sorted(maps.Keys(kinds))), ", "))
 	}
 	f = f.placed()
 	if !slices.Contains(k.points, f.Point) {
-		return faultError("point", "a "+string(f.Kind)+" fault has no point "+strconv.Quote(string(f.Point)))
+		return faultError("point", "a "+string(f.Kind)+" fault has no point "+strconv.Quote(string(f.Point))+
+			", only "+strings.Join(texts(k.points), ", "))
 	}
 	for name, set := range map[string]bool{
 		"status": f.Status != 0, "retry_after": f.RetryAfter != "", "location": f.Location != "",
@@ -306,6 +310,14 @@ func (f Fault) validateStatus() error {
 		return faultError("status", "of a redirect after the effect must be 303")
 	}
 	return nil
+}
+
+func texts[T ~string](names []T) []string {
+	list := make([]string, len(names))
+	for i, name := range names {
+		list[i] = string(name)
+	}
+	return list
 }
 
 func faultError(name, what string) error {
@@ -389,13 +401,29 @@ func (f Fault) MarshalJSON() ([]byte, error) {
 	return json.Marshal(j)
 }
 
-// UnmarshalJSON reads what MarshalJSON writes and refuses unknown fields. It does not validate.
+// UnmarshalJSON reads what MarshalJSON writes. It refuses unknown fields, and a rate, send or times that is written down
+// as 0: that would mean all, where whoever wrote it means none. It does not validate.
 func (f *Fault) UnmarshalJSON(data []byte) error {
 	d := json.NewDecoder(bytes.NewReader(data))
 	d.DisallowUnknownFields()
 	var j faultJSON
 	if err := d.Decode(&j); err != nil {
-		return err
+		return unreadable(data, err)
+	}
+	var given struct {
+		Rate        *float64
+		Send, Times *int
+	}
+	if err := json.Unmarshal(data, &given); err != nil {
+		return unreadable(data, err)
+	}
+	switch {
+	case given.Rate != nil && *given.Rate == 0:
+		return faultError("rate", "0 would hit nothing; leave it out for always")
+	case given.Send != nil && *given.Send == 0:
+		return faultError("send", "counts from 1; leave it out for any")
+	case given.Times != nil && *given.Times == 0:
+		return faultError("times", "0 would hit nothing; leave it out for no limit")
 	}
 	var delay time.Duration
 	if j.Delay != "" {
@@ -409,6 +437,49 @@ func (f *Fault) UnmarshalJSON(data []byte) error {
 		j.Rate, j.Seed, j.Key, j.Send, j.Endpoint, j.Times,
 	}
 	return nil
+}
+
+// unreadable says in words of the JSON text, not of Go, why it is no fault.
+func unreadable(data []byte, err error) error {
+	var wrong *json.UnmarshalTypeError
+	if errors.As(err, &wrong) {
+		if wrong.Field == "" {
+			return errors.New("fakeserver: fault: want an object such as {\"kind\":\"reset\"}")
+		}
+		want := "a whole number"
+		switch wrong.Type.Kind() {
+		case reflect.String:
+			want = "a string"
+		case reflect.Float64:
+			want = "a number"
+		}
+		if example := examples[wrong.Field]; example != "" {
+			want += " such as " + example
+		}
+		return faultError(wrong.Field, "want "+want)
+	}
+	var fields map[string]json.RawMessage
+	if json.Unmarshal(data, &fields) != nil {
+		return err
+	}
+	known := reflect.TypeFor[faultJSON]()
+	var names []string
+	for i := range known.NumField() {
+		name, _, _ := strings.Cut(known.Field(i).Tag.Get("json"), ",")
+		names = append(names, name)
+	}
+	for _, name := range slices.Sorted(maps.Keys(fields)) {
+		if !slices.Contains(names, name) {
+			return faultError(name, "is no field of a fault; there are "+strings.Join(names, ", "))
+		}
+	}
+	return err
+}
+
+var examples = map[string]string{
+	"kind": `"reset"`, "point": `"after-effect"`, "status": "503", "retry_after": `"1"`, "delay": `"150ms"`, "location": `"/elsewhere"`,
+	"bytes": "100", "encoding": `"gzip"`, "code": `"CANCEL"`, "last": `"at"`, "rate": "0.5", "seed": "1", "key": `"order-1"`,
+	"send": "1", "endpoint": `"POST /v1/payments"`, "times": "3",
 }
 
 // ParseFaults reads a JSON array of faults and validates each. Unknown fields are refused. Errors name the fault (from 1)

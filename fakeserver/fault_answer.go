@@ -19,7 +19,7 @@ func (x *exchange) cutHeaders(a *answer) bool {
 }
 
 func (x *exchange) cutBody(a *answer) bool {
-	if len(a.body) == 0 {
+	if len(x.bodyOf(*a)) == 0 {
 		return x.cutHeaders(a)
 	}
 	body := a.body

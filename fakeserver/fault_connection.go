@@ -94,7 +94,7 @@ func (x *exchange) answerAndDie(a *answer, more []byte) bool {
 	if bodyAllowed(a.status) {
 		framing = []field{contentLength(len(a.body))}
 	}
-	whole := append(head(*a, framing...), a.body...)
+	whole := append(head(*a, framing...), x.bodyOf(*a)...)
 	if _, err := conn.Write(append(whole, more...)); err != nil {
 		return true
 	}

@@ -27,6 +27,7 @@ func (f *Fault) failure(otherwise int) answer {
 }
 
 func (x *exchange) status(*answer) bool {
+	x.storeFailure()
 	x.reply(x.fault.failure(0))
 	return true
 }
@@ -101,7 +102,7 @@ func (x *exchange) earlyAnswer(*answer) bool {
 	x.note(a.status)
 	conn := x.seize()
 	defer x.release(conn)
-	if _, err := conn.Write(append(head(a, contentLength(len(a.body)), lastAnswer), a.body...)); err != nil {
+	if _, err := conn.Write(append(head(a, contentLength(len(a.body)), lastAnswer), x.bodyOf(a)...)); err != nil {
 		return true
 	}
 	if half, ok := conn.(interface{ CloseWrite() error }); ok {

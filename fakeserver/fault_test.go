@@ -90,7 +90,7 @@ func TestParseErrorsSayWhere(t *testing.T) {
 		`[{"kind":"reset"}`:                      "line 1, column 18",
 		`[{"kind":"reset"},`:                     "number 2",
 		`[{"kind":"reset"}] x`:                   "there is more after the array",
-		"[{\"kind\":\"reset\"},\n  {\"kin\":1}]": "number 2, line 2, column 3: json: unknown field \"kin\"",
+		"[{\"kind\":\"reset\"},\n  {\"kin\":1}]": "number 2, line 2, column 3: fakeserver: fault: kin: is no field",
 		`[{"kind":"reset","send":"1"}]`:          "number 1, line 1, column 2",
 		`[{"kind":"slow","delay":"5"}]`:          `delay: "5" is not a duration`,
 		`[{"kind":"slow"}]`:                      "delay: is needed",
@@ -127,4 +127,26 @@ func FuzzParseFaults(f *testing.F) {
 		require.NoError(t, err, "%s", again)
 		require.Equal(t, faults, back)
 	})
+}
+
+func TestUnreadableFaultIsExplainedInWordsOfTheJSON(t *testing.T) {
+	for text, want := range map[string]string{
+		`{"kind":"status","retry_after":1}`:  `retry_after: want a string such as "1"`,
+		`{"kind":"reset","delay":5}`:         `delay: want a string such as "150ms"`,
+		`{"kind":"reset","send":"1"}`:        `send: want a whole number such as 1`,
+		`{"kind":"reset","send":1.5}`:        `send: want a whole number such as 1`,
+		`{"kind":"reset","rate":"0.5"}`:      `rate: want a number such as 0.5`,
+		`{"kind":["reset"]}`:                 `kind: want a string such as "reset"`,
+		`"reset"`:                            `want an object such as {"kind":"reset"}`,
+		`{"kind":"reset","rate":0}`:          `rate: 0 would hit nothing; leave it out for always`,
+		`{"kind":"reset","send":0}`:          `send: counts from 1; leave it out for any`,
+		`{"kind":"reset","times":0}`:         `times: 0 would hit nothing; leave it out for no limit`,
+		`{"kind":"reset","dealy":"1s"}`:      `dealy: is no field of a fault; there are kind, point, status,`,
+		`{"kind":"nap"}`:                     `kind: unknown kind "nap"; there are big-headers, bomb, close,`,
+		`{"kind":"reset","point":"in-body"}`: `point: a reset fault has no point "in-body", only before-effect, after-effect`,
+	} {
+		_, err := ParseFaults([]byte("[" + text + "]"))
+		require.ErrorContains(t, err, "fakeserver: fault: "+want, text)
+		require.NotContains(t, err.Error(), "Go ", text)
+	}
 }

@@ -55,7 +55,7 @@ func (x *exchange) trickle(a *answer) bool {
 	if bodyAllowed(a.status) {
 		framing = append(framing, contentLength(len(a.body)))
 	}
-	start, drops := head(*a, framing...), a.body
+	start, drops := head(*a, framing...), x.bodyOf(*a)
 	if x.fault.Point == InHeaders {
 		start, drops = nil, append(start, drops...)
 	}

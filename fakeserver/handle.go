@@ -11,10 +11,12 @@ import (
 	"net/http"
 	"net/url"
 	"slices"
+	"strconv"
 )
 
 // Handle puts a stub of your own behind the server's idempotency, faults and ledger. The pattern is one of
-// http.ServeMux; a stub goes before the built-in routes, and a pattern that conflicts with an earlier stub panics.
+// http.ServeMux; a stub goes before the built-in routes. As there, a pattern that conflicts with an earlier stub panics,
+// and so does a nil handler.
 //
 // POST and PATCH need a key, as everywhere; other methods take one if it is sent. A request with a new key reaches the
 // stub and is in progress until the stub returns; its answer is stored, and replayed verbatim with all headers. So the
@@ -27,6 +29,9 @@ import (
 // The stub gets the whole body, at most 1 MiB. It may run in several goroutines, and on when the client has left:
 // its context ends only with Close and Restart.
 func (s *Server) Handle(pattern string, h http.Handler) {
+	if f, ok := h.(http.HandlerFunc); h == nil || ok && f == nil {
+		panic("fakeserver: handle: nil handler for " + strconv.Quote(pattern))
+	}
 	s.stubs.Handle(pattern, &route{server: s, pattern: pattern, stub: h})
 }
 
@@ -34,8 +39,8 @@ func (s *Server) Handle(pattern string, h http.Handler) {
 func (r *route) parseStub(q *request) {
 	q.reference = referenceOf(q)
 	asked := q.http.Clone(context.WithoutCancel(q.http.Context())) // the original belongs to net/http
-	q.stub = func() (answer, Effect) {
-		ctx, cancel := r.server.alive(asked.Context(), q.life)
+	q.stub = func(life <-chan struct{}) (answer, Effect) {
+		ctx, cancel := r.server.alive(asked.Context(), life)
 		defer cancel()
 		req := asked.Clone(ctx) // a second delivery is another call
 		req.Body = io.NopCloser(bytes.NewReader(q.body))

@@ -198,3 +198,10 @@ func TestStubGoesBeforeTheBuiltInRoute(t *testing.T) {
 		requireProblem(t, r, 405, "method-not-allowed")
 	})
 }
+
+func TestNilStubPanicsWhenItIsRegistered(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		require.PanicsWithValue(t, `fakeserver: handle: nil handler for "POST /v1/charges"`, func() { s.Handle("POST /v1/charges", nil) })
+		require.PanicsWithValue(t, `fakeserver: handle: nil handler for "/x"`, func() { s.Handle("/x", http.HandlerFunc(nil)) })
+	})
+}

@@ -39,11 +39,11 @@ type request struct {
 	bodySum   string
 	reference string
 	act       action
-	peek      func(*Server)           // what a server that reads first and writes later reads first; nil = nothing
-	stub      func() (answer, Effect) // runs in the place of act, without the lock; nil = none
-	at        scopedKey               // where rec is, or will be
-	rec       *record                 // reserved for this request; nil = none
-	wrong     *answer                 // the request cannot be understood
+	peek      func(*Server)                               // what a server that reads first and writes later reads first; nil = nothing
+	stub      func(life <-chan struct{}) (answer, Effect) // runs in the place of act, without the lock; nil = none
+	at        scopedKey                                   // where rec is, or will be
+	rec       *record                                     // reserved for this request; nil = none
+	wrong     *answer                                     // the request cannot be understood
 	tooLarge  bool
 	send      *Send // guarded by Server.mu
 }
@@ -285,7 +285,7 @@ func (s *Server) perform(q *request, rec *record, f *Fault, delay time.Duration)
 		var e Effect
 		s.unlocked(func() {
 			if open = s.wait(delay, q.life); open && stub != nil {
-				a, e = stub()
+				a, e = stub(q.life)
 			}
 		})
 		open = open && s.listed(q.send) && q.life == s.life
@@ -398,7 +398,7 @@ func callerOf(authorization string, per Scope) string {
 		return ""
 	}
 	if per == PerAccount {
-		if credential, ok := strings.CutPrefix(authorization, "Bearer "); ok {
+		if scheme, credential, ok := strings.Cut(authorization, " "); ok && strings.EqualFold(scheme, "Bearer") {
 			if account, _, ok := strings.Cut(credential, "."); ok && account != "" {
 				return account
 			}

@@ -170,3 +170,113 @@ func requireReplay2(t *testing.T, s *Server) reply {
 	require.NoError(t, r.err)
 	return r
 }
+
+// Restart: "every connection dies", also those that came through a proxy without a tunnel.
+func TestRestartEndsWhatCameThroughAProxy(t *testing.T) {
+	inBothWorlds(t, func(t *testing.T, s *Server) {
+		through := s.Transport()
+		through.Proxy = http.ProxyURL(s.Proxy())
+		require.NoError(t, s.Inject(Fault{Kind: Hang, Times: 1}))
+		c := pay("order-1")
+		c.client, c.within = &http.Client{Transport: through}, 3*time.Second
+		done := make(chan reply, 1)
+		go func() { done <- c.send(s) }()
+		soon(t, func() bool { return len(s.Sends()) == 1 })
+		begun := time.Now()
+		s.Restart()
+		require.Error(t, (<-done).err)
+		require.Less(t, time.Since(begun), 2*time.Second)
+	})
+}
+
+// A stub beside a built-in route of the same path must not hide the other methods from Allow.
+func TestAllowNamesStubsAndBuiltInRoutes(t *testing.T) {
+	s := New()
+	defer s.Close()
+	s.Handle("PATCH /v1/payments", http.NotFoundHandler())
+	r := call{method: "DELETE", path: "/v1/payments"}.send(s)
+	requireProblem(t, r, 405, "method-not-allowed")
+	for _, method := range []string{"GET", "HEAD", "POST", "PATCH"} {
+		require.Contains(t, r.header.Get("Allow"), method)
+	}
+	require.Equal(t, 404, call{method: "GET", path: "/v1/payments/pay_1"}.send(s).status)
+}
+
+// The answer to a HEAD has no body, whichever way it is written.
+func TestFaultsGiveAHeadNoBody(t *testing.T) {
+	s := New()
+	defer s.Close()
+	require.Equal(t, 201, pay("order-1").send(s).status)
+	for _, f := range []Fault{{Kind: Stale}, {Kind: EarlyAnswer, Delay: time.Millisecond}, {Kind: Trickle, Delay: time.Microsecond}} {
+		require.NoError(t, s.Script("", f))
+		c, err := net.Dial("tcp", strings.TrimPrefix(s.URL(), "http://"))
+		require.NoError(t, err)
+		_, err = io.WriteString(c, "HEAD /v1/payments/pay_1 HTTP/1.1\r\nHost: x\r\n\r\n")
+		require.NoError(t, err)
+		require.NoError(t, c.SetReadDeadline(time.Now().Add(200*time.Millisecond)))
+		all, _ := io.ReadAll(bufio.NewReader(c))
+		_ = c.Close()
+		_, body, ok := strings.Cut(string(all), "\r\n\r\n")
+		require.True(t, ok)
+		require.Empty(t, body, f.String())
+	}
+}
+
+// "taken out again before anybody looks"
+func TestMountDoesNotSeeTheStreamHeader(t *testing.T) {
+	s := NewTLS()
+	defer s.Close()
+	seen := http.Header{}
+	s.Mount("/page/", http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { seen = r.Header.Clone() }))
+	require.Equal(t, 200, call{method: "GET", path: "/page/"}.send(s).status)
+	require.NotContains(t, seen, streamHeader)
+}
+
+// The scheme of an Authorization is case-insensitive (RFC 9110, section 11.1).
+func TestAccountWhateverTheCaseOfBearer(t *testing.T) {
+	require.Equal(t, "acct_1", callerOf("bearer acct_1.secret", PerAccount))
+	require.Equal(t, "acct_1", callerOf("BEARER acct_1.other", PerAccount))
+}
+
+// Send.Replayed: "the stored answer was used". A Status fault that strikes a done key uses none.
+func TestStatusFaultOnADoneKeyIsNotListedAsReplayed(t *testing.T) {
+	s := New()
+	defer s.Close()
+	s.Apply(Settings{Failures: StoreFailures})
+	require.Equal(t, 201, pay("order-1").send(s).status)
+	require.NoError(t, s.Inject(Fault{Kind: Status, Status: 503, Times: 1}))
+	r := pay("order-1").send(s)
+	require.Equal(t, 503, r.status)
+	require.Empty(t, r.header.Get("Idempotent-Replay"))
+	require.False(t, s.Sends()[1].Replayed)
+}
+
+// A held 503 is stored when it is said, not before: the client that leaves meanwhile has not been refused for ever.
+func TestHeldStatusFaultStoresWhenItStrikes(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		s.Apply(Settings{Failures: StoreFailures})
+		require.NoError(t, s.Inject(Fault{Kind: Status, Status: 503, Delay: time.Second, Times: 1}))
+		c := pay("order-1")
+		c.within = 100 * time.Millisecond
+		require.Error(t, c.send(s).err)
+		require.Equal(t, 201, pay("order-1").send(s).status)
+	})
+}
+
+// The copy of a Duplicate that comes after a Restart runs in the new life, and so does the context of its stub.
+func TestLateCopyAfterARestartHasALivingContext(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		s.Apply(Broken(ForgetsAtRestart))
+		var ended []error
+		s.Handle("POST /stub", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			time.Sleep(time.Millisecond)
+			ended = append(ended, r.Context().Err())
+			w.WriteHeader(201)
+		}))
+		require.NoError(t, s.Inject(Fault{Kind: Duplicate, Point: AfterEffect, Delay: time.Second, Times: 1}))
+		require.Equal(t, 201, call{method: "POST", path: "/stub", key: "k"}.send(s).status)
+		s.Restart()
+		time.Sleep(2 * time.Second)
+		require.Equal(t, []error{nil, nil}, ended)
+	})
+}

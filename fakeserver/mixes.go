@@ -7,7 +7,8 @@ import (
 
 // Mixed is a mix of faults for load tests: together they hit the given share of all sends, at most one each, half of them
 // before the effect and half after its beginning. Hangs are among them (about one fault in thirteen), so the client needs
-// a limit per attempt; slices.DeleteFunc takes a kind out. A rate of 0 or less gives none, above 1 counts as 1.
+// a limit per attempt; slices.DeleteFunc takes a kind out. With [StoreFailures] its 5xx before the effect are final: such
+// operations end without an effect. A rate of 0 or less gives none, above 1 counts as 1.
 func Mixed(rate float64, seed int64) []Fault {
 	return split(rate, seed,
 		[]weighted{
@@ -34,7 +35,8 @@ func Mixed(rate float64, seed int64) []Fault {
 	)
 }
 
-// Storm is a heavier mix: six of ten sends meet a fault, of every kind that a later send of the same key can get over.
+// Storm is a heavier mix: six of ten sends meet a fault, of every kind that a later send of the same key can get over
+// (but for [StoreFailures], as with Mixed).
 func Storm(seed int64) []Fault {
 	return split(0.6, seed,
 		[]weighted{

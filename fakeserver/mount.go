@@ -2,6 +2,7 @@ package fakeserver
 
 import (
 	"net/http"
+	"net/url"
 	"strings"
 )
 
@@ -13,7 +14,7 @@ type mount struct {
 
 // Mount puts h at every path that begins with prefix, which must begin and end with a slash: a page that shows what
 // happens, an interface for switching faults. Requests there meet no fault, need no key and are not listed as sends. The
-// path is not cut. Of two prefixes that match, the one mounted first takes the request. Mount panics at a bad prefix.
+// path is not cut. A path that is the prefix without its last slash is redirected there, if nothing else is at it. Of two prefixes that match, the one mounted first takes the request. Mount panics at a bad prefix.
 func (s *Server) Mount(prefix string, h http.Handler) {
 	if !strings.HasPrefix(prefix, "/") || !strings.HasSuffix(prefix, "/") {
 		panic("fakeserver: mount: " + prefix + " does not begin and end with a slash")
@@ -36,10 +37,43 @@ func (s *Server) besides(w http.ResponseWriter, r *http.Request) bool {
 			panic(http.ErrAbortHandler)
 		}
 		defer s.leave()
+		if r.ProtoMajor == 2 {
+			_ = streamOf(r.Header) // takes our own header out
+		}
 		m.ServeHTTP(w, r)
 		return true
 	}
 	return false
+}
+
+// toMount redirects a path that lacks only the slash of a mounted prefix. False: it does not.
+func (s *Server) toMount(w http.ResponseWriter, r *http.Request) bool {
+	s.mu.Lock()
+	mounts := s.mounts
+	s.mu.Unlock()
+	for _, m := range mounts {
+		if r.URL.Path+"/" == m.prefix {
+			to := url.URL{Path: m.prefix, RawQuery: r.URL.RawQuery}
+			http.Redirect(w, r, to.String(), http.StatusPermanentRedirect)
+			return true
+		}
+	}
+	return false
+}
+
+// nothingHere is the detail of a 404. At the root, where people look first, it names what is mounted.
+func (s *Server) nothingHere(path string) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	text := "There is nothing at this path."
+	if path == "/" && len(s.mounts) > 0 {
+		text += " Look at"
+		for i, m := range s.mounts {
+			text += []string{" ", ", "}[min(i, 1)] + m.prefix
+		}
+		text += "."
+	}
+	return text
 }
 
 // Reset forgets keys, ledger, sends, resources, faults and scripts: numbers begin at 1 again. What is running then ends

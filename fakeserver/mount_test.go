@@ -23,7 +23,7 @@ func TestWhatIsMountedMeetsNoFaultAndIsNoSend(t *testing.T) {
 		}
 		require.Empty(t, s.Sends())
 		require.Equal(t, 503, pay("order-1").send(s).status, "everything else is as before")
-		require.Equal(t, 503, call{method: "GET", path: "/_side"}.send(s).status, "the prefix ends in its slash")
+		require.Equal(t, 503, call{method: "GET", path: "/_sides"}.send(s).status, "the prefix ends in its slash")
 		require.Len(t, s.Sends(), 2)
 	})
 }
@@ -147,5 +147,24 @@ func TestAWatcherHearsOfEverySendOnceWhenItEnds(t *testing.T) {
 		require.Equal(t, s.Effects(), s.EffectsAfter(0))
 		require.Equal(t, s.Effects()[2:], s.EffectsAfter(2))
 		require.Empty(t, s.EffectsAfter(99))
+	})
+}
+
+func TestAMountIsFoundWithoutItsSlashAndFromTheRoot(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *Server) {
+		nothing := call{method: "GET", path: "/"}
+		require.NotContains(t, nothing.send(s).body, "/_look/")
+		s.Mount("/_look/", http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {}))
+		require.Contains(t, nothing.send(s).body, "Look at /_look/.")
+		require.NotContains(t, call{method: "GET", path: "/v1/nothing"}.send(s).body, "/_look/")
+		before := len(s.Sends())
+		inject(t, s, Fault{Kind: Reset})
+		client := &http.Client{Transport: s.Transport(), CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+		resp, err := client.Get(s.URL() + "/_look?a=b")
+		require.NoError(t, err, "it meets no fault")
+		require.NoError(t, resp.Body.Close())
+		require.Equal(t, 308, resp.StatusCode)
+		require.Equal(t, "/_look/?a=b", resp.Header.Get("Location"))
+		require.Len(t, s.Sends(), before, "it is no send")
 	})
 }

@@ -24,6 +24,8 @@ const (
 // Like gives the settings of a server that treats keys as a real provider does, as far as that is public: name and length
 // of the key, retention, replays, and its answers to a reused key and to one in progress. A request without a key is
 // executed. Where a provider says nothing the default stays. Routes, resources and all other errors stay those of this package; [Server.Handle] adds yours.
+// Stripe's store a 5xx ([StoreFailures]): an operation that meets one before the effect, in a [Mixed] for example, rightly
+// ends without an effect; see [Server.AssertAtMostOneEffectPerOperation].
 // The settings can be changed further before [Server.Apply]. An unknown name panics.
 func Like(p Provider) Settings {
 	t := Settings{Optional: true, InProgressRetryAfter: "-"}

@@ -29,6 +29,7 @@ func (s *Server) Proxy(answers ...int) *url.URL {
 	p.http.Handler = p
 	p.http.ErrorLog = s.http.ErrorLog
 	p.http.ConnContext = s.http.ConnContext
+	p.http.ConnState = s.track // for Restart
 	addr := ""
 	if s.mem != nil {
 		p.mem = newMemListener()

@@ -57,22 +57,25 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	if s.besides(w, r) {
 		return
 	}
-	var said verdict
+	var allowed []string
 	for _, mux := range [...]*http.ServeMux{s.stubs, s.routes} {
 		h, _ := mux.Handler(r)
 		if _, ok := h.(*route); ok {
 			mux.ServeHTTP(w, r)
 			return
 		}
-		if said.status != http.StatusMethodNotAllowed {
-			said = verdict{header: http.Header{}}
-			h.ServeHTTP(&said, r)
+		said := verdict{header: http.Header{}}
+		if h.ServeHTTP(&said, r); said.status == http.StatusMethodNotAllowed {
+			allowed = append(allowed, said.header.Get("Allow"))
 		}
 	}
-	a := problem(http.StatusNotFound, "not-found", "There is nothing at this path.", nil)
-	if said.status == http.StatusMethodNotAllowed {
+	if allowed == nil && s.toMount(w, r) {
+		return
+	}
+	a := problem(http.StatusNotFound, "not-found", s.nothingHere(r.URL.Path), nil)
+	if allowed != nil {
 		a = problem(http.StatusMethodNotAllowed, "method-not-allowed", "This path does not take the method "+r.Method+".", nil)
-		a = a.with("Allow", said.header.Get("Allow"))
+		a = a.with("Allow", strings.Join(allowed, ", "))
 	}
 	s.exchange(&route{server: s, parse: func(q *request) { q.wrong = &a }}, w, r)
 }

@@ -70,7 +70,9 @@ type Settings struct {
 	EchoKey bool
 
 	// DuplicateReference refuses a reservation whose reference the hotel has already, under whatever key: 409 with the id
-	// and the Location of the one that exists. False: a reference may occur twice.
+	// and the Location of the one that exists, checked when the reservation would be made: a replay of the same key is no
+	// duplicate, and a cancelled one no longer counts. Payments and refunds are never refused for it.
+	// False: a reference may occur twice.
 	DuplicateReference bool
 
 	// IgnoreKeys never de-duplicates: a broken server, for negative controls, as are all that follow. See [Broken].
@@ -122,7 +124,8 @@ type FailurePolicy int
 const (
 	// FreeKey forgets the key: the next request with it executes. The zero value.
 	FreeKey FailurePolicy = iota
-	// StoreFailures stores the 5xx and replays it for as long as the key is remembered, as Stripe does.
+	// StoreFailures stores the 5xx and replays it for as long as the key is remembered, as Stripe does: the operation has no
+	// effect then, whatever the client does with that key. [Server.AssertAtMostOneEffectPerOperation] allows for it.
 	StoreFailures
 )
 
