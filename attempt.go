@@ -101,6 +101,9 @@ func (o *operation) attempt(now time.Time) (result, error) {
 		}
 		o.noteSend(first)
 	}
+	if o.cell != nil {
+		o.cell.fly(1)
+	}
 	base := o.t.base
 	if o.offPool || !o.repeatable && o.body.kind == noBody && (a.req.Header["Idempotency-Key"] != nil || a.req.Header["X-Idempotency-Key"] != nil) {
 		base = o.t.sideBase() // with such a header net/http would repeat it by itself on a connection that it reuses
@@ -169,6 +172,7 @@ func (o *operation) number() int {
 func (a *attempt) openBody() (io.ReadCloser, error) {
 	o := a.o
 	if o.body.opened > 0 {
+		o.body.remember(o.now.body)
 		if err := o.body.unchanged(a.Context); err != nil {
 			return nil, err
 		}
@@ -247,10 +251,11 @@ func (a *attempt) prepare() error {
 		if err != nil {
 			return &bodyError{err}
 		}
+		seen := a.body != nil && a.body.seen != nil
 		a.body = reading(fresh, fresh, b.length)
 		a.req.Body = a.body
-		if b.first != nil && b.opened == 1 {
-			b.first, a.body.seen = a.body, new(maphash.Hash)
+		if seen {
+			a.body.seen = new(maphash.Hash)
 		}
 	} else if a.req.Body != given {
 		return fail(invalid("Transport.Prepare", "changed the body; it is fixed for the operation"))

@@ -25,7 +25,7 @@ type body struct {
 	limit  int64 // Policy.MaxRequestBuffer
 
 	getBody func() (io.ReadCloser, error)
-	first   *attemptBody // the first attempt's reader, where GetBody opens the others
+	longest *attemptBody // where GetBody opens the readers: the one that read most
 	source  *source      // of sections, buffered bodies and streams
 
 	own ownBody
@@ -178,9 +178,9 @@ func (b *body) open() (io.ReadCloser, error) {
 	case b.kind == reopened && first && inMemory(b.own.rc):
 		return b.own.rc, nil // no wrapper on the hot path: net/http knows these types
 	case b.kind == reopened && first:
-		b.first = reading(b.own.rc, &b.own, b.length)
-		b.first.seen = new(maphash.Hash)
-		return b.first, nil
+		r := reading(b.own.rc, &b.own, b.length)
+		r.seen = new(maphash.Hash)
+		return r, nil
 	case b.kind == stream && first:
 		return reading(b.streamed(), &b.own, b.length), nil
 	case b.kind == stream:
@@ -191,10 +191,21 @@ func (b *body) open() (io.ReadCloser, error) {
 		return rc, err
 	}
 	r := reading(rc, rc, b.length)
-	if b.first != nil && b.first.unread() { // the attempts before were refused: this is the first one that counts
-		b.first, r.seen = r, new(maphash.Hash)
+	if b.kind == reopened {
+		r.seen = new(maphash.Hash)
 	}
 	return r, nil
+}
+
+// remember keeps the reader of an attempt that has ended, if it read more than
+// those before: a refused attempt reads nothing.
+func (b *body) remember(a *attemptBody) {
+	if a == nil || a.seen == nil {
+		return
+	}
+	if n := a.count(); b.longest == nil || n > b.longest.count() {
+		b.longest = a
+	}
 }
 
 // again opens a body that can be read more than once.
@@ -293,8 +304,8 @@ func (b *body) follows(ctx context.Context, first *body) error {
 	return b.same(ctx, first)
 }
 
-// same refuses a body that does not begin with what the first attempt of
-// first read.
+// same refuses a body that does not begin with what an attempt of first read:
+// the one that read most.
 func (b *body) same(ctx context.Context, first *body) error {
 	var before, now maphash.Hash
 	n, err := first.firstContent(&before)
@@ -317,11 +328,11 @@ func (b *body) same(ctx context.Context, first *body) error {
 	return nil
 }
 
-// firstContent hashes what the first attempt read, and says how much that
-// was; -1: it cannot be told.
+// firstContent hashes what an attempt read at most, and says how much that was;
+// -1: it cannot be told.
 func (b *body) firstContent(h *maphash.Hash) (int64, error) {
-	if b.first != nil {
-		return b.first.soFar(h), nil
+	if b.longest != nil {
+		return b.longest.soFar(h), nil
 	}
 	if b.kind == buffered {
 		_, _ = h.Write(b.source.data)
@@ -511,11 +522,11 @@ func (a *attemptBody) Close() error {
 	return a.c.Close()
 }
 
-// unread reports whether nothing was read of it.
-func (a *attemptBody) unread() bool {
+// count is how much was read.
+func (a *attemptBody) count() int64 {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	return a.read == 0
+	return a.read
 }
 
 // touched reports whether anybody read or closed it.

@@ -122,6 +122,7 @@ type cell struct {
 	bound     *fingerprint
 	firstSend time.Time
 	reached   bool // a send may have reached the server
+	flying    int  // attempts under way
 }
 
 // bind binds the cell to f, or says which request it is bound to.
@@ -147,6 +148,13 @@ func (c *cell) sent(now time.Time) time.Time {
 	return c.firstSend
 }
 
+// fly counts the attempts under way.
+func (c *cell) fly(n int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.flying += n
+}
+
 // reach notes that a send may have reached the server.
 func (c *cell) reach() {
 	c.mu.Lock()
@@ -157,7 +165,7 @@ func (c *cell) reach() {
 func (c *cell) mayBeSent() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.reached
+	return c.reached || c.flying > 0
 }
 
 func (c *cell) first() time.Time {

@@ -944,3 +944,40 @@ func TestPanicThroughDoClosesTheFile(t *testing.T) {
 	_, err = f.Stat()
 	require.ErrorIs(t, err, os.ErrClosed)
 }
+
+// TestUnkeyedCallKnowsOfTheOneThatStillRuns has two calls under one context without keys: the first has charged and waits for
+// its answer when the second meets a refused connection.
+func TestUnkeyedCallKnowsOfTheOneThatStillRuns(t *testing.T) {
+	s := onLoopback(t)
+	s.Apply(fakeserver.Settings{Optional: true})
+	charged, answered := make(chan struct{}), make(chan struct{})
+	tr := over(s, func(tr *idem.Transport) { tr.Dialect = idem.NoKeys })
+	base := tr.Base
+	first := true // the calls' sends do not overlap
+	tr.Base = roundTripFunc(func(r *http.Request) (*http.Response, error) {
+		if !first {
+			return base.RoundTrip(r)
+		}
+		first = false
+		resp, err := base.RoundTrip(r)
+		close(charged)
+		<-answered
+		return resp, err
+	})
+	ctx := idem.WithOperation(context.Background(), idem.Operation{Name: "payment", ID: "order-1/1"})
+	done := make(chan error, 1)
+	go func() {
+		resp, err := tr.RoundTrip(newPayment(t, ctx, s, "order-1"))
+		if err == nil {
+			_ = resp.Body.Close()
+		}
+		done <- err
+	}()
+	<-charged
+	s.Refuse(100)
+	_, err := tr.RoundTrip(newPayment(t, ctx, s, "order-1"))
+	close(answered)
+	require.NoError(t, <-done)
+	require.Len(t, s.Effects(), 1)
+	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err), "%v", err)
+}

@@ -23,10 +23,11 @@ func (e *quietError) Unwrap() error { return e.inner() }
 // quiet takes out of the text of err what the requests keep to themselves:
 // a base transport is free to quote a request, or a server's echo of it.
 func quiet(err error, secrets []string) error {
-	text := err.Error()
+	pairs := make([]string, 0, 2*len(secrets))
 	for _, s := range secrets {
-		text = strings.ReplaceAll(text, s, "[redacted]")
+		pairs = append(pairs, s, "[redacted]")
 	}
+	text := strings.NewReplacer(pairs...).Replace(err.Error()) // one pass, the earlier pair first where several fit
 	for rest := err; rest != nil; {
 		u := (*url.Error)(nil)
 		if !errors.As(rest, &u) {

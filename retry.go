@@ -237,8 +237,11 @@ func (o *operation) note(r *result, v ruling) {
 		}
 	}
 	o.failed = v.failure
-	if o.cell != nil && e != neverSent {
-		o.cell.reach()
+	if o.cell != nil {
+		if e != neverSent {
+			o.cell.reach()
+		}
+		o.cell.fly(-1)
 	}
 	if h := o.t.Hooks.AttemptDone; h != nil {
 		h(context.WithoutCancel(a.Context), &o.report, *entry)

@@ -323,6 +323,7 @@ func (o *operation) begin() error {
 		return err
 	}
 	if previous != nil && keepsBody(req.Response.StatusCode) {
+		previous.body.remember(previous.now.body)
 		if err := o.body.follows(o.Context, &previous.body); err != nil {
 			return err
 		}
