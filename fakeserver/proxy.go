@@ -85,13 +85,21 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Proxy-Authenticate", `Basic realm="proxy"`)
 		}
 		http.Error(w, titleOf(answer), answer)
+	case !p.s.owns(withPort(r.Host)):
+		http.Error(w, "This proxy leads to one server only.", http.StatusForbidden)
 	case r.Method != http.MethodConnect:
 		p.s.http.Handler.ServeHTTP(w, r)
-	case !p.s.owns(r.Host):
-		http.Error(w, "This proxy leads to one server only.", http.StatusForbidden)
 	default:
 		p.tunnel(w, r)
 	}
+}
+
+// withPort is the address that a plain request means.
+func withPort(host string) string {
+	if _, _, err := net.SplitHostPort(host); err != nil {
+		return net.JoinHostPort(host, "80")
+	}
+	return host
 }
 
 func (p *proxy) next() int {
