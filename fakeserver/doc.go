@@ -45,7 +45,8 @@
 // [Settings].Retention; then the same key is a new one. GET, PUT and DELETE take no notice of keys. [Settings] change all
 // this: [Like] has those of real providers, [Broken] those of servers that get it wrong.
 //
-// [Server.AssertOneEffectPerOperation] is the test that a client must pass.
+// [Server.AssertOneEffectPerOperation] is the test that a client must pass; [Server.AssertAtMostOneEffectPerOperation] where an
+// operation may rightly end without an effect.
 //
 // # Faults
 //

@@ -135,18 +135,27 @@ type sendJSON struct {
 }
 
 func (c *console) getSends(w http.ResponseWriter, r *http.Request) {
-	q, ok := query(w, r, "reference", "caller", "key", "after")
+	q, ok := query(w, r, "reference", "caller", "key", "after", "limit")
 	if !ok {
 		return
 	}
-	after := 0
-	if text := q.Get("after"); text != "" {
-		n, err := strconv.Atoi(text)
+	after, limit := 0, maxSends
+	if q.Has("after") {
+		n, err := strconv.Atoi(q.Get("after"))
 		if err != nil || n < 0 {
-			refuse(w, http.StatusBadRequest, "invalid-request", "after: "+quoted(text)+" is not the number of a send.", nil)
+			refuse(w, http.StatusBadRequest, "invalid-request", "after: "+quoted(q.Get("after"))+" is not the number of a send.", nil)
 			return
 		}
 		after = n
+	}
+	if q.Has("limit") {
+		n, err := strconv.Atoi(q.Get("limit"))
+		if err != nil || n < 1 || n > maxSends {
+			refuse(w, http.StatusBadRequest, "invalid-request",
+				"limit: "+quoted(q.Get("limit"))+" is not a number from 1 to "+strconv.Itoa(maxSends)+".", nil)
+			return
+		}
+		limit = n
 	}
 	sends := []fakeserver.Send{}
 	if f := filter(q); f == (fakeserver.Filter{}) {
@@ -159,7 +168,12 @@ func (c *console) getSends(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	found := []sendJSON{}
-	for _, n := range sends[:min(len(sends), maxSends)] {
+	if len(sends) > limit {
+		sends = sends[:limit]
+		q.Set("after", strconv.Itoa(sends[limit-1].N))
+		w.Header().Set("Link", "</_fake/sends?"+q.Encode()+`>; rel="next"`)
+	}
+	for _, n := range sends {
 		found = append(found, sendJSON{
 			n.N, n.At, n.Ended, n.Method, n.Path, n.Endpoint, n.Key, n.KeySend, n.Caller, n.Reference, n.Status, n.Fault,
 			n.Replayed, n.Duplicate, n.Effect, n.Conn, n.BodyLen, n.BodySHA256, n.Header,
@@ -197,7 +211,11 @@ func (c *console) postClock(w http.ResponseWriter, r *http.Request) {
 }
 
 func (c *console) getSettings(w http.ResponseWriter, _ *http.Request) {
-	answer(w, settingsJSON(c.settings))
+	given := settingsJSON(c.settings)
+	if name := c.preset(); name != "" {
+		given["preset"] = name
+	}
+	answer(w, given)
 }
 
 func (c *console) postReset(w http.ResponseWriter, _ *http.Request) {
@@ -209,14 +227,19 @@ func filter(q url.Values) fakeserver.Filter {
 	return fakeserver.Filter{Reference: q.Get("reference"), Caller: q.Get("caller"), Key: q.Get("key")}
 }
 
-// query refuses parameters that are not known: a misspelt filter would give everything.
+// query refuses parameters that are not known, and those that come twice: a misspelt filter would give everything, and of
+// two one would be ignored.
 func query(w http.ResponseWriter, r *http.Request, known ...string) (url.Values, bool) {
 	q, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
 		refuse(w, http.StatusBadRequest, "invalid-request", "The query cannot be read.", nil)
 		return nil, false
 	}
-	for name := range q {
+	for name, values := range q {
+		if len(values) > 1 {
+			refuse(w, http.StatusBadRequest, "invalid-request", "The query has "+quoted(name)+" more than once.", nil)
+			return nil, false
+		}
 		if !slices.Contains(known, name) {
 			refuse(w, http.StatusBadRequest, "invalid-request",
 				"The query has "+quoted(name)+"; known are "+strings.Join(known, ", ")+".", nil)

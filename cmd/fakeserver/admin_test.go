@@ -2,7 +2,13 @@ package main
 
 import (
 	"encoding/json"
+	"html"
+	"io"
+	"net/http"
+	"os"
+	"regexp"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -198,4 +204,166 @@ func TestTheLiveFragmentHasAnETagUntilSomethingHappens(t *testing.T) {
 	require.Equal(t, 304, c.ask(t, "GET", "/_fake/live", "", "If-None-Match", etag).status)
 	c.pay(t, "order-1")
 	require.Equal(t, 200, c.ask(t, "GET", "/_fake/live", "", "If-None-Match", etag).status)
+}
+
+// pass makes so many sends that those before are no longer on the page.
+func (c *command) pass(t *testing.T) {
+	t.Helper()
+	for range shownSends + 10 {
+		resp, err := http.Get(c.url + "/v1/payments/pay_1")
+		require.NoError(t, err)
+		_, err = io.Copy(io.Discard, resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+	}
+}
+
+func (c *command) verdict(t *testing.T, operation string) string {
+	t.Helper()
+	page := c.ask(t, "GET", "/_fake/live", "").body
+	m := regexp.MustCompile(`(?s)</span> ` + regexp.QuoteMeta(operation) + `.*?class="verdict (\w+)">([^<]*)<`).FindStringSubmatch(page)
+	require.NotNil(t, m, "%s is not on the page", operation)
+	return m[1] + ": " + html.UnescapeString(m[2])
+}
+
+func TestTheVerdictCountsEffectsOfSendsThatAreNoLongerShown(t *testing.T) {
+	c := start(t, "-quiet", "-settings", "optional")
+	c.pay(t, "k1")                                                                                                  // paid twice
+	c.ask(t, "POST", "/v1/payments", strings.ReplaceAll(body1999, "order-1", "order-2"), "Idempotency-Key", "once") // replayed later
+	nameless := `{"amount":1,"currency":"usd"}`
+	c.ask(t, "POST", "/v1/payments", nameless, "Idempotency-Key", "keyed")
+	c.ask(t, "POST", "/v1/payments/pay_1/refunds", `{"amount":1,"reference":"r-1"}`, "Idempotency-Key", "f1")
+	c.ask(t, "POST", "/v1/payments/pay_1/refunds", `{"amount":1,"reference":"r-2"}`, "Idempotency-Key", "f3")
+	c.ask(t, "PUT", "/v1/payments/pay_2/status", `{"status":"captured"}`)
+	c.ask(t, "PUT", "/v1/payments/pay_2/status", `{"status":"disputed"}`)
+	c.pass(t)
+	c.pay(t, "k2")
+	c.ask(t, "POST", "/v1/payments", strings.ReplaceAll(body1999, "order-1", "order-2"), "Idempotency-Key", "once")
+	c.ask(t, "POST", "/v1/payments", nameless, "Idempotency-Key", "keyed", "Authorization", "Bearer other")
+	c.ask(t, "POST", "/v1/payments/pay_2/refunds", `{"amount":1,"reference":"r-1"}`, "Idempotency-Key", "f2")
+	c.ask(t, "POST", "/v1/payments/pay_1/refunds", `{"amount":1,"reference":"r-2"}`, "Idempotency-Key", "f4")
+	c.ask(t, "GET", "/v1/payments?reference=order-2", "")
+
+	require.Len(t, c.effects(t, "?reference=order-1"), 2)
+	require.Equal(t, "lost: 2 EFFECTS for one operation, 1 send shown", c.verdict(t, "order-1"))
+	require.Equal(t, "good: 1 effect, 2 sends shown", c.verdict(t, "order-2"))
+	require.Equal(t, "good: 1 effect, 1 send shown", c.verdict(t, "keyed"), "another caller's key is another operation")
+	require.Equal(t, "good: 2 effects, 1 send shown", c.verdict(t, "r-1"), "refunds of two payments")
+	require.Equal(t, "lost: 2 EFFECTS for one operation, 1 send shown", c.verdict(t, "r-2"))
+	require.Contains(t, c.ask(t, "GET", "/_fake/live", "").body, "older sends are at")
+
+	c.ask(t, "POST", "/_fake/reset", "")
+	c.pay(t, "k1")
+	require.Equal(t, "good: 1 effect, 1 send", c.verdict(t, "order-1"), "a reset forgets the effects before it")
+}
+
+func TestAnEarlierEffectIsNoClaimAboutItsAnswer(t *testing.T) {
+	c := start(t, "-quiet", "-faults", "lost-answer")
+	require.Error(t, c.pay(t, "k1").err)
+	c.ask(t, "DELETE", "/_fake/faults", "")
+	c.pass(t)
+	c.ask(t, "GET", "/v1/payments?reference=order-1", "")
+	require.Equal(t, "neutral: 1 effect, 1 send shown: done, by a send that is not shown", c.verdict(t, "order-1"))
+	require.Equal(t, 201, c.pay(t, "k1").status)
+	require.Equal(t, "good: 1 effect, 2 sends shown", c.verdict(t, "order-1"))
+}
+
+func TestALongListOfSendsSaysWhereItGoesOn(t *testing.T) {
+	c := start(t)
+	for range 5 {
+		c.pay(t, "k")
+	}
+	r := c.ask(t, "GET", "/_fake/sends?key=k&limit=2&after=1", "")
+	require.Len(t, list(t, r), 2)
+	require.Equal(t, `</_fake/sends?after=3&key=k&limit=2>; rel="next"`, r.header.Get("Link"))
+	r = c.ask(t, "GET", "/_fake/sends?after=3&key=k&limit=2", "")
+	require.Len(t, list(t, r), 2)
+	require.Empty(t, r.header.Get("Link"), "that was all")
+	for _, query := range []string{"limit=0", "limit=1001", "limit=x", "limit=", "after=", "after=1&after=2", "key=a&key=b"} {
+		requireProblem(t, c.ask(t, "GET", "/_fake/sends?"+query, ""), 400, "invalid-request")
+	}
+	requireProblem(t, c.ask(t, "GET", "/_fake/effects?key=a&key=b", ""), 400, "invalid-request")
+}
+
+func TestAFaultForARouteThatIsNotThereIsRefused(t *testing.T) {
+	c := start(t)
+	doc := requireProblem(t, c.ask(t, "PUT", "/_fake/faults", `[{"kind":"reset","endpoint":"/v1/payments"}]`), 400, "invalid-faults")
+	require.Contains(t, doc["detail"], "POST /v1/hotels/{hotel_id}/reservations", "it names the routes")
+	doc = requireProblem(t, c.ask(t, "POST", "/_fake/faults", `[{"kind":"reset","rate":0}]`), 400, "invalid-faults")
+	require.Contains(t, doc["detail"], "leave it out for always")
+	doc = requireProblem(t, c.ask(t, "PUT", "/_fake/faults", `[{"kind":"status","status":503,"retry_after":1}]`), 400, "invalid-faults")
+	require.Equal(t, `fault 1: retry_after: want a string such as "1"`, doc["detail"])
+	require.Empty(t, list(t, c.ask(t, "GET", "/_fake/faults", "")))
+	require.Len(t, list(t, c.ask(t, "PUT", "/_fake/faults", `[{"kind":"reset","endpoint":"POST /v1/payments"}]`)), 1)
+	require.Error(t, c.pay(t, "k").err)
+}
+
+// The endpoint filter knows the routes of the server, all of them.
+func TestTheRoutesAreThoseOfTheServer(t *testing.T) {
+	c := start(t)
+	for _, pattern := range routes {
+		method, path, _ := strings.Cut(pattern, " ")
+		c.ask(t, method, strings.NewReplacer("{id}", "x", "{hotel_id}", "h").Replace(path), "")
+	}
+	var reached []string
+	for _, n := range list(t, c.ask(t, "GET", "/_fake/sends", "")) {
+		reached = append(reached, n["endpoint"].(string))
+	}
+	require.Equal(t, routes, reached)
+	var documented []string
+	for _, m := range regexp.MustCompile(`(?m)^//\t([A-Z]+) +(/v1/[^\s?]+)`).FindAllStringSubmatch(packageComment(t), -1) {
+		documented = append(documented, m[1]+" "+m[2])
+	}
+	require.ElementsMatch(t, routes, documented)
+}
+
+func packageComment(t *testing.T) string {
+	t.Helper()
+	doc, err := os.ReadFile("../../fakeserver/doc.go")
+	require.NoError(t, err)
+	return string(doc)
+}
+
+func TestThePathWithoutItsSlashAndTheRootLeadToThePage(t *testing.T) {
+	c := start(t)
+	c.ask(t, "PUT", "/_fake/faults", `[{"kind":"reset"}]`)
+	r := c.ask(t, "GET", "/_fake", "")
+	require.NoError(t, r.err, "it meets no fault")
+	require.Equal(t, []any{308, "/_fake/"}, []any{r.status, r.header.Get("Location")})
+	c.ask(t, "DELETE", "/_fake/faults", "")
+	require.Contains(t, requireProblem(t, c.ask(t, "GET", "/", ""), 404, "not-found")["detail"], "/_fake/")
+}
+
+func TestThePresetHasItsNameOnThePageAndInTheSettings(t *testing.T) {
+	for given, name := range map[string]any{"stripe,retention=1h": "stripe", "seen-flag": "seen-flag", "lenient": nil} {
+		c := start(t, "-settings", given)
+		require.Contains(t, c.ask(t, "GET", "/_fake/", "").body, `<code id="settings">`+given+`</code>`)
+		var got map[string]any
+		require.NoError(t, json.Unmarshal([]byte(c.ask(t, "GET", "/_fake/settings", "").body), &got))
+		require.Equal(t, name, got["preset"])
+	}
+	require.NotContains(t, start(t).ask(t, "GET", "/_fake/", "").body, `id="settings"`)
+}
+
+func TestChangesLeaveALineInTheLog(t *testing.T) {
+	c := start(t)
+	c.ask(t, "PUT", "/_fake/faults", `[{"kind":"status","status":503,"send":1}]`)
+	c.ask(t, "POST", "/_fake/faults", `[{"kind":"reset","key":"a\u001b"},{"kind":"hang","times":1},{"kind":"close","times":1},{"kind":"flood","times":1}]`)
+	c.ask(t, "POST", "/_fake/faults", `[{"kind":"nap"}]`)
+	c.ask(t, "DELETE", "/_fake/faults", "")
+	c.ask(t, "POST", "/_fake/clock", `{"advance":"1h"}`)
+	c.ask(t, "POST", "/_fake/", "reset=yes", "Content-Type", "application/x-www-form-urlencoded")
+	c.stop(t, syscall.SIGTERM)
+	var changes []string
+	for _, l := range c.printed()[1:] {
+		_, change, _ := strings.Cut(l, "  ")
+		changes = append(changes, change)
+	}
+	require.Equal(t, []string{
+		"faults: status 503 before the effect (send 1)",
+		"faults, added: reset before the effect (key a?); hang before the effect (at most 1 times); close before the effect (at most 1 times); and 1 more",
+		"faults: none",
+		"clock: 1h0m0s ahead",
+		"reset: keys, ledger, sends, resources and faults are forgotten",
+	}, changes)
 }

@@ -221,16 +221,27 @@ func TestItListensOnTheLoopbackAddressOnlyUnlessTold(t *testing.T) {
 func TestAWrongCommandLineIsRefusedWithItsReason(t *testing.T) {
 	broken := filepath.Join(t.TempDir(), "faults.json")
 	require.NoError(t, os.WriteFile(broken, []byte("[\n  {\"kind\": \"reset\"},\n  {\"kind\": \"nap\"}\n]"), 0o600))
+	elsewhere := filepath.Join(t.TempDir(), "elsewhere.json")
+	require.NoError(t, os.WriteFile(elsewhere, []byte(`[{"kind":"reset","endpoint":"POST /v1/payment"}]`), 0o600))
 	for _, c := range []struct {
 		args []string
 		says string
 	}{
 		{[]string{"-faults", broken}, "line 3, column 3"},
 		{[]string{"-faults", "nosuch.json"}, "nosuch.json"},
-		{[]string{"-rate", "2"}, "-rate"},
+		{[]string{"-faults", "mix"}, "none, lost-answer, slow-effect, unavailable, mixed, storm"},
+		{[]string{"-faults", broken}, `unknown kind "nap"; there are big-headers, bomb,`},
+		{[]string{"-faults", elsewhere}, "POST /v1/payments/{id}/refunds"},
+		{[]string{"-rate", "0.5"}, "-faults mixed"},
+		{[]string{"-faults", "storm", "-rate", "0.5"}, "-faults mixed"},
+		{[]string{"-seed", "2"}, "-faults storm"},
+		{[]string{"-settings", "lenient,stripe"}, "stripe: a provider or broken server must come first"},
+		{[]string{"-settings", "stripe,seen-flag"}, "seen-flag: a provider or broken server must come first"},
+		{[]string{"-settings", "nosuch"}, "gocardless, increase, seen-flag"},
+		{[]string{"-settings", "nosuch"}, "request_id_header"},
+		{[]string{"-faults", "mixed", "-rate", "2"}, "-rate: must lie between 0 and 1"},
 		{[]string{"-settings", "lenient=perhaps"}, "lenient"},
 		{[]string{"-settings", "retention=long"}, "such as 90m"},
-		{[]string{"-settings", "nosuch"}, "no setting, no provider"},
 		{[]string{"-settings", "key_per=shoe"}, "credential, account, nobody"},
 		{[]string{"-nosuch"}, "-nosuch"},
 		{[]string{"serve"}, "serve"},
@@ -241,6 +252,11 @@ func TestAWrongCommandLineIsRefusedWithItsReason(t *testing.T) {
 		require.ErrorAs(t, err, &exit, c.args)
 		require.Equal(t, 2, exit.ExitCode(), c.args)
 		require.Contains(t, string(out), c.says)
+	}
+	help, err := build(t, "-h").CombinedOutput()
+	require.NoError(t, err)
+	for _, name := range []string{"lost-answer, slow-effect, unavailable", "sells-twice", "in_progress_retry_after"} {
+		require.Contains(t, string(help), name)
 	}
 	taken := start(t)
 	out, err := build(t, "-addr", strings.TrimPrefix(taken.url, "http://")).CombinedOutput()

@@ -22,10 +22,44 @@ type console struct {
 	hosts    []string
 	rate     float64
 	seed     int64
+	given    string       // with -settings
+	say      func(string) // prints a line; nil = nothing is printed
 
 	mu     sync.Mutex // guards everything below, and keeps changes of the faults in order
 	faults []fakeserver.Fault
 	ahead  time.Duration // of the real clock
+	ledger ledger
+}
+
+// log prints a change that was made here, like a send.
+func (c *console) log(format string, args ...any) {
+	if c.say != nil {
+		c.say(time.Now().Add(c.ahead).Format("15:04:05.000") + "  " + fmt.Sprintf(format, args...))
+	}
+}
+
+// preset is the name that -settings begins with; "" = none.
+func (c *console) preset() string {
+	name, _, _ := strings.Cut(c.given, ",")
+	name = strings.TrimSpace(name)
+	if _, ok := preset(name); !ok {
+		return ""
+	}
+	return name
+}
+
+// routes are the patterns that a fault's endpoint may be. Nobody adds stubs to the command.
+var routes = []string{
+	"POST /v1/payments",
+	"GET /v1/payments",
+	"GET /v1/payments/{id}",
+	"PUT /v1/payments/{id}/status",
+	"POST /v1/payments/{id}/refunds",
+	"POST /v1/hotels/{hotel_id}/reservations",
+	"GET /v1/hotels/{hotel_id}/reservations",
+	"GET /v1/hotels/{hotel_id}/reservations/{id}",
+	"DELETE /v1/hotels/{hotel_id}/reservations/{id}",
+	"POST /v1/uploads",
 }
 
 // choice is a set of faults with a name, for the switches of the page and -faults.
@@ -51,6 +85,15 @@ func (c *console) choices() []choice {
 	}
 }
 
+// switches are the names of the choices.
+func switches() string {
+	var names []string
+	for _, known := range new(console).choices() {
+		names = append(names, known.Name)
+	}
+	return strings.Join(names, ", ")
+}
+
 // startFaults reads the value of -faults.
 func (c *console) startFaults(value string) ([]fakeserver.Fault, error) {
 	if !(c.rate >= 0 && c.rate <= 1) {
@@ -63,7 +106,7 @@ func (c *console) startFaults(value string) ([]fakeserver.Fault, error) {
 	}
 	data, err := os.ReadFile(value)
 	if err != nil {
-		return nil, fmt.Errorf("-faults: neither a known set nor a file that can be read: %w", err)
+		return nil, fmt.Errorf("-faults: neither one of %s nor a file that can be read: %w", switches(), err)
 	}
 	faults, wrong := parseFaults(data)
 	if wrong != nil {
@@ -83,7 +126,11 @@ func (c *console) replace(faults []fakeserver.Fault) error {
 	}
 	c.server.ClearFaults()
 	c.faults = slices.Clone(faults)
-	return c.server.Inject(faults...)
+	if err := c.server.Inject(faults...); err != nil {
+		return err
+	}
+	c.log("faults: %s", inWords(faults))
+	return nil
 }
 
 // add puts faults behind those there are.
@@ -94,7 +141,25 @@ func (c *console) add(faults []fakeserver.Fault) error {
 		return err
 	}
 	c.faults = append(c.faults, faults...)
+	c.log("faults, added: %s", inWords(faults))
 	return nil
+}
+
+// inWords lists faults in a line, a few of them.
+func inWords(faults []fakeserver.Fault) string {
+	const listed = 3
+	if len(faults) == 0 {
+		return "none"
+	}
+	var words []string
+	for _, f := range faults[:min(len(faults), listed)] {
+		words = append(words, rounded(f.String()))
+	}
+	text := strings.Join(words, "; ")
+	if more := len(faults) - listed; more > 0 {
+		text += fmt.Sprintf("; and %d more", more)
+	}
+	return text
 }
 
 // current is a copy of the faults, never nil.
@@ -108,7 +173,8 @@ func (c *console) reset() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.server.Reset()
-	c.faults = nil
+	c.faults, c.ledger = nil, ledger{}
+	c.log("reset: keys, ledger, sends, resources and faults are forgotten")
 }
 
 func (c *console) advance(d time.Duration) {
@@ -116,6 +182,7 @@ func (c *console) advance(d time.Duration) {
 	defer c.mu.Unlock()
 	c.server.Advance(d)
 	c.ahead += d
+	c.log("clock: %s ahead", c.ahead)
 }
 
 // clock is the server's time, and how far it is ahead of the real one.
@@ -150,6 +217,9 @@ func parseFaults(data []byte) ([]fakeserver.Fault, *misplaced) {
 		err := json.Unmarshal(item, &faults[i])
 		if err == nil {
 			err = faults[i].Validate()
+		}
+		if at := faults[i].Endpoint; err == nil && at != "" && !slices.Contains(routes, at) {
+			err = fmt.Errorf("endpoint: there is no route %q; there are %s", at, strings.Join(routes, ", "))
 		}
 		if err != nil {
 			return nil, place(data, int64(from), "invalid-faults", fmt.Errorf("fault %d: %s", i+1, strings.TrimPrefix(err.Error(), "fakeserver: fault: ")))

@@ -1,9 +1,10 @@
 // Command fakeserver is package fakeserver on a port: a payment and booking server with real idempotency semantics, made
 // to be broken, for clients in any language. See README.md beside this file.
 //
-//	go run ./cmd/fakeserver -addr 127.0.0.1:8080
-//	go run ./cmd/fakeserver -addr :0 -faults mixed -rate 0.35 -seed 7
-//	go run ./cmd/fakeserver -faults faults.json -settings stripe,retention=1h
+//	go build -o fakeserver ./cmd/fakeserver
+//	./fakeserver -addr 127.0.0.1:8080
+//	./fakeserver -addr :0 -faults mixed -rate 0.35 -seed 7
+//	./fakeserver -faults faults.json -settings stripe,retention=1h
 //
 // The first line of its output is its URL; then comes one line per send. A page that shows what happens, and the admin
 // interface, are under /_fake/. Ctrl-C and SIGTERM end it with status 0.
@@ -44,13 +45,13 @@ type options struct {
 
 func (o *options) flags(f *flag.FlagSet) {
 	f.StringVar(&o.addr, "addr", "127.0.0.1:8080", "`host:port` to listen on; port 0 takes a free one, no host means 127.0.0.1 (with -allow-remote: every interface)")
-	f.StringVar(&o.faults, "faults", "none", "none, mixed, storm, another switch of the page, or a JSON `file` with an array of faults")
-	f.Int64Var(&o.seed, "seed", 1, "`number` that the draws of mixed and storm follow")
-	f.Float64Var(&o.rate, "rate", 0.35, "`share` of the sends that mixed hits, 0 to 1")
-	f.StringVar(&o.settings, "settings", "", "`list` such as lenient,retention=1h or stripe,key_per=credential; see README.md")
+	f.StringVar(&o.faults, "faults", "none", "one of "+switches()+", or a JSON `file` with an array of faults")
+	f.Int64Var(&o.seed, "seed", 1, "`number` that the draws of -faults mixed and storm follow")
+	f.Float64Var(&o.rate, "rate", 0.35, "`share` of the sends that -faults mixed hits, 0 to 1")
+	f.StringVar(&o.settings, "settings", "", "`list` such as lenient,retention=1h or stripe,key_per=credential; first, if at all, one of "+presets()+"; then any of "+settingNames())
 	f.BoolVar(&o.remote, "allow-remote", false, "listen on addresses that other machines reach; they can then switch faults and read the ledger")
 	f.StringVar(&o.hosts, "host", "", "`names`, comma-separated, under which /_fake/ may be asked for, besides localhost and IP addresses")
-	f.BoolVar(&o.quiet, "quiet", false, "print the URL only, no line per send")
+	f.BoolVar(&o.quiet, "quiet", false, "print the URL only, no line per send or change of the faults")
 }
 
 // run serves until ctx ends and gives the exit status: 0, 1 if it cannot serve, 2 if the command line is wrong.
@@ -71,7 +72,19 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if f.NArg() > 0 {
 		return fail(2, fmt.Errorf("what is %q? There are only flags", f.Arg(0)))
 	}
-	c := &console{remote: o.remote, rate: o.rate, seed: o.seed}
+	var unused error
+	f.Visit(func(given *flag.Flag) {
+		switch {
+		case given.Name == "rate" && o.faults != "mixed":
+			unused = errors.New("-rate: is for -faults mixed only")
+		case given.Name == "seed" && o.faults != "mixed" && o.faults != "storm":
+			unused = errors.New("-seed: is for -faults mixed and -faults storm only")
+		}
+	})
+	if unused != nil {
+		return fail(2, unused)
+	}
+	c := &console{remote: o.remote, rate: o.rate, seed: o.seed, given: o.settings}
 	if o.hosts != "" {
 		c.hosts = strings.Split(o.hosts, ",")
 	}
@@ -98,17 +111,17 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if err := c.replace(faults); err != nil {
 		return fail(2, err)
 	}
-	server.Mount("/_fake/", c.handler())
 	var mu sync.Mutex // one line at a time
 	mu.Lock()
 	if !o.quiet {
-		server.Watch(func(n fakeserver.Send) {
-			text := line(n, effectOf(server, n))
+		c.say = func(text string) {
 			mu.Lock()
 			defer mu.Unlock()
-			_, _ = fmt.Fprintln(stdout, text)
-		})
+			_, _ = fmt.Fprintln(stdout, printable(text))
+		}
+		server.Watch(func(n fakeserver.Send) { c.say(line(n, effectOf(server, n))) })
 	}
+	server.Mount("/_fake/", c.handler())
 	_, _ = fmt.Fprintln(stdout, reachable(server.URL())) // the first line, and when all is ready: whoever reads it calls at once
 	mu.Unlock()
 	<-ctx.Done()

@@ -34,6 +34,8 @@ type view struct {
 	More       int      // faults that are not listed
 	Operations []operation
 	Older      bool   // there are sends before those shown
+	Shown      int    // how many sends are shown
+	Settings   string // that differ from the defaults; "" = none do
 	Ahead      string // of the clock; "" = it is the real one
 }
 
@@ -42,9 +44,14 @@ func (c *console) view(r *http.Request) view {
 	now, ahead := c.clock()
 	sends := c.server.SendsAfter(-shownSends)
 	v := view{
-		URL: "http://" + r.Host, Choices: c.choices(), Operations: timeline(sends, c.effects(sends), now),
+		URL: "http://" + r.Host, Choices: c.choices(), Shown: len(sends), Settings: c.given,
 		Older: len(sends) > 0 && sends[0].N > 1,
 	}
+	var before func(name) []earlier
+	if v.Older {
+		before = func(of name) []earlier { return c.before(sends[0].N, of) }
+	}
+	v.Operations = timeline(sends, c.effects(sends), before, now)
 	if ahead != 0 {
 		v.Ahead = ahead.Round(time.Second).String()
 	}

@@ -7,10 +7,12 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/idem-go/idem/fakeserver"
 	"github.com/stretchr/testify/require"
 )
 
@@ -147,4 +149,33 @@ func TestTheSessionHasOneEffectForEachOrder(t *testing.T) {
 	}
 	require.Equal(t, []any{"order-1", "order-2", "order-3"}, keys)
 	require.True(t, slices.ContainsFunc(c.printed(), func(l string) bool { return strings.Contains(l, "effect 3: payment") }))
+}
+
+// The table and the routes are those of the package comment, whose table the package's own tests run.
+func TestTheREADMEHasTheTableAndTheRoutesOfThePackage(t *testing.T) {
+	data, err := os.ReadFile(readme)
+	require.NoError(t, err)
+	for block, begins := range map[string]string{"faults": "kind ", "routes": "POST "} {
+		m := regexp.MustCompile("(?s)```" + block + "\n(.*?)```").FindStringSubmatch(string(data))
+		require.NotNil(t, m, block)
+		require.Equal(t, documented(t, begins), m[1], block)
+	}
+	require.Contains(t, string(data), strconv.Itoa(fakeserver.DeclinedAmount))
+}
+
+// documented is the preformatted block of the package comment that begins so.
+func documented(t *testing.T, begins string) string {
+	t.Helper()
+	var b strings.Builder
+	for line := range strings.Lines(packageComment(t)) {
+		text, ok := strings.CutPrefix(line, "//\t")
+		switch {
+		case ok && (b.Len() > 0 || strings.HasPrefix(text, begins)):
+			b.WriteString(text)
+		case !ok && b.Len() > 0:
+			return b.String()
+		}
+	}
+	require.Fail(t, "the package comment has no block that begins with "+begins)
+	return ""
 }

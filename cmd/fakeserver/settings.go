@@ -33,12 +33,8 @@ func parseSettings(list string) (fakeserver.Settings, error) {
 		return t, nil
 	}
 	fields := strings.Split(list, ",")
-	first := strings.TrimSpace(fields[0])
-	switch {
-	case slices.Contains(providers, fakeserver.Provider(first)):
-		t, fields = fakeserver.Like(fakeserver.Provider(first)), fields[1:]
-	case slices.Contains(breakages, fakeserver.Breakage(first)):
-		t, fields = fakeserver.Broken(fakeserver.Breakage(first)), fields[1:]
+	if base, ok := preset(strings.TrimSpace(fields[0])); ok {
+		t, fields = base, fields[1:]
 	}
 	for _, f := range fields {
 		name, value, given := strings.Cut(strings.TrimSpace(f), "=")
@@ -52,7 +48,42 @@ func parseSettings(list string) (fakeserver.Settings, error) {
 	return t, nil
 }
 
+// preset gives the settings of a provider or of a broken server.
+func preset(name string) (t fakeserver.Settings, ok bool) {
+	switch {
+	case slices.Contains(providers, fakeserver.Provider(name)):
+		return fakeserver.Like(fakeserver.Provider(name)), true
+	case slices.Contains(breakages, fakeserver.Breakage(name)):
+		return fakeserver.Broken(fakeserver.Breakage(name)), true
+	}
+	return t, false
+}
+
+// presets and settingNames are what a list of settings may hold.
+func presets() string {
+	var names []string
+	for _, p := range providers {
+		names = append(names, string(p))
+	}
+	for _, b := range breakages {
+		names = append(names, string(b))
+	}
+	return strings.Join(names, ", ")
+}
+
+func settingNames() string {
+	var names []string
+	fields := reflect.TypeFor[fakeserver.Settings]()
+	for i := range fields.NumField() {
+		names = append(names, snake(fields.Field(i).Name))
+	}
+	return strings.Join(names, ", ")
+}
+
 func set(t *fakeserver.Settings, name, value string) error {
+	if _, ok := preset(name); ok {
+		return fmt.Errorf("a provider or broken server must come first, and alone")
+	}
 	v := reflect.ValueOf(t).Elem()
 	for i := range v.NumField() {
 		if snake(v.Type().Field(i).Name) != name {
@@ -89,7 +120,7 @@ func set(t *fakeserver.Settings, name, value string) error {
 		}
 		return nil
 	}
-	return fmt.Errorf("is no setting, no provider and no broken server; see README.md")
+	return fmt.Errorf("is no setting; the list begins, if at all, with one of %s; then come any of %s", presets(), settingNames())
 }
 
 func choose(field reflect.Value, names []string, value string) error {

@@ -22,7 +22,7 @@ const (
 	lost     tone = "lost"    // no usable answer, more than one effect
 	refused  tone = "refused" // a 4xx or 5xx
 	underWay tone = "running"
-	neutral  tone = "neutral"
+	neutral  tone = "neutral" // nothing to say, or not known
 )
 
 // operation is what the page shows as one: the sends for one reference; without a reference, those with one key.
@@ -54,13 +54,16 @@ type row struct {
 	EffectAt         float64
 }
 
-// timeline groups sends into operations, the newest first.
-func timeline(sends []fakeserver.Send, effects []fakeserver.Effect, now time.Time) []operation {
+// name is what the sends of an operation have in common; caller and path (with the method) only without a reference.
+type name struct{ by, what, caller, path string }
+
+// timeline groups sends into operations, the newest first. before gives the effects that an operation had by sends before
+// those given; nil = there were none.
+func timeline(sends []fakeserver.Send, effects []fakeserver.Effect, before func(name) []earlier, now time.Time) []operation {
 	caused := map[int]fakeserver.Effect{}
 	for _, e := range effects {
 		caused[e.N] = e
 	}
-	type name struct{ by, what, caller, path string }
 	known := map[name]string{} // the reference that came with a key, for sends whose body was never understood
 	keyed := func(n fakeserver.Send) name { return name{"key", n.Key, n.Caller, n.Method + " " + n.Path} }
 	for _, n := range sends {
@@ -90,14 +93,29 @@ func timeline(sends []fakeserver.Send, effects []fakeserver.Effect, now time.Tim
 	slices.Reverse(order)
 	operations := make([]operation, len(order))
 	for i, at := range order {
-		operations[i] = draw(groups[at], caused, now)
+		h := history{sends: groups[at], caused: caused}
+		if before != nil && at.by != "request" {
+			h.earlier = before(at)
+		}
+		h.cut, h.loose = before != nil, at.by == "request"
+		operations[i] = h.draw(now)
 		operations[i].By, operations[i].Name = at.by, at.what
 	}
 	return operations
 }
 
-// draw lays out the sends of one operation to scale.
-func draw(sends []fakeserver.Send, caused map[int]fakeserver.Effect, now time.Time) operation {
+// history is what is known of an operation.
+type history struct {
+	sends   []fakeserver.Send
+	caused  map[int]fakeserver.Effect // by number
+	earlier []earlier                 // effects by sends that are not shown
+	cut     bool                      // there are sends that are not shown, perhaps some of this operation
+	loose   bool                      // neither reference nor key: nothing says that it is one operation
+}
+
+// draw lays out the sends to scale.
+func (h history) draw(now time.Time) operation {
+	sends, caused := h.sends, h.caused
 	var o operation
 	start, end := sends[0].At, sends[0].At
 	for _, n := range sends {
@@ -145,7 +163,7 @@ func draw(sends []fakeserver.Send, caused map[int]fakeserver.Effect, now time.Ti
 	}
 	o.Span = short(span)
 	o.Caller = strings.Join(callers, ", ")
-	o.Verdict, o.Tone = verdict(sends, caused)
+	o.Verdict, o.Tone = h.verdict()
 	return o
 }
 
@@ -173,62 +191,110 @@ func latest(a, b time.Time) time.Time {
 	return a
 }
 
-// verdict says in a sentence what became of an operation.
-func verdict(sends []fakeserver.Send, caused map[int]fakeserver.Effect) (string, tone) {
-	made := map[string]int{} // by kind of effect: a payment and its refund may share a reference
-	var total, most int
+// verdict says in a sentence what became of an operation: its effects are counted from the whole ledger, and of its sends
+// nothing is claimed that those shown do not tell.
+func (h history) verdict() (string, tone) {
+	made := map[string]int{} // by kind of effect and path: a payment and its refund may share a reference
+	total, most := len(h.earlier), 0
+	for _, e := range h.earlier {
+		made[e.Kind+" "+e.path]++
+		most = max(most, made[e.Kind+" "+e.path])
+	}
 	var missed string // what became of the answer that came with an effect; "" = it arrived
 	var replayed int  // the send that got it later; 0 = none
-	var arrived, running bool
+	var arrived, perhaps, running bool
 	losses := 0
-	for _, n := range sends {
+	for _, n := range h.sends {
 		_, t := saw(n)
 		running = running || t == underWay
 		if t == lost {
 			losses++
 		}
-		e, ok := caused[n.Effect]
+		e, ok := h.caused[n.Effect]
 		if ok {
-			made[e.Kind+" "+e.Endpoint]++
-			total, most = total+1, max(most, made[e.Kind+" "+e.Endpoint])
+			of := e.Kind + " " + n.Method + " " + n.Path
+			made[of]++
+			total, most = total+1, max(most, made[of])
 		}
+		told := t == replay && n.Status < 500 // a stored 5xx tells nobody of the effect
 		switch {
-		case t == replay && missed != "":
+		case told && missed != "":
 			replayed = n.N
 		case ok && t == lost:
 			missed = ": an answer was lost, send %d got it as a replay"
 		case ok && t != good && t != underWay:
 			missed = ": send %d got the answer as a replay"
 		}
-		arrived = arrived || t == replay || ok && t == good
+		arrived = arrived || told || ok && t == good
+		perhaps = perhaps || unsure(n) && (ok || n.Replayed)
 	}
-	text := count(total, "effect") + ", " + count(len(sends), "send")
+	sends := count(len(h.sends), "send")
+	if h.cut {
+		sends += " shown"
+	}
+	text := count(total, "effect") + ", " + sends
 	switch {
+	case h.loose && total > 1:
+		return text + ": nothing says that they are one operation", neutral
 	case most > 1:
-		return strings.ToUpper(count(total, "effect")) + " for one operation, " + count(len(sends), "send"), lost
+		return strings.ToUpper(count(total, "effect")) + " for one operation, " + sends, lost
 	case running:
 		return text + ", still under way", underWay
+	case total > 0 && !arrived && perhaps:
+		return text + ": done, and whether the client has the whole answer is not known", neutral
+	case total > 0 && !arrived && len(h.earlier) > 0:
+		return text + ": done, by a send that is not shown", neutral
 	case total > 0 && !arrived:
 		return text + ": done, but no client has the answer", lost
 	case replayed > 0:
 		return text + fmt.Sprintf(missed, replayed), good
 	case total > 0:
 		return text, good
-	case losses == len(sends):
+	case losses == len(h.sends) && !h.cut:
 		return text + ": nothing was done, and no client was told", neutral
 	}
 	return text, neutral
 }
 
 // holding are the faults whose exchange ends without an answer only because the client leaves.
-var holding = []fakeserver.Kind{fakeserver.Hang, fakeserver.Slow, fakeserver.Late, fakeserver.SlowRead}
+var holding = []fakeserver.Kind{fakeserver.Hang, fakeserver.Freeze, fakeserver.Slow, fakeserver.Late, fakeserver.SlowRead}
+
+// closing are the faults that end the connection without an answer.
+var closing = []fakeserver.Kind{fakeserver.Close, fakeserver.Stuck, fakeserver.StreamReset, fakeserver.GoAway}
 
 // speaking are the faults that answer in the place of the server.
-var speaking = []fakeserver.Kind{fakeserver.Status, fakeserver.HTML, fakeserver.Redirect}
+var speaking = []fakeserver.Kind{fakeserver.Status, fakeserver.HTML, fakeserver.Redirect, fakeserver.EarlyAnswer}
 
-// saw says what the client had of the answer, as far as a server can know.
-func saw(n fakeserver.Send) (string, tone) {
+// spoilt says what is wrong with an answer that was sent, but not as a client can use it.
+var spoilt = map[fakeserver.Kind]string{
+	fakeserver.CutBody:    "body cut off",
+	fakeserver.Endless:    "a body without end",
+	fakeserver.Mangled:    "mangled: half a document",
+	fakeserver.Bomb:       "a bomb: far more than it seems, in gzip",
+	fakeserver.BigHeaders: "headers beyond measure",
+}
+
+// unsure says whether an answer was sent so slowly that the client may have left before its end, unnoticed.
+func unsure(n fakeserver.Send) bool { return kindOf(n) == fakeserver.Trickle && n.Status != 0 }
+
+func kindOf(n fakeserver.Send) fakeserver.Kind {
 	kind, _, _ := strings.Cut(n.Fault, " ")
+	return fakeserver.Kind(kind)
+}
+
+// leftBefore says whether a fault that holds the body of an answer ended sooner than it would by itself.
+func leftBefore(n fakeserver.Send) bool {
+	words := strings.Fields(n.Fault)
+	if kindOf(n) != fakeserver.Late || len(words) < 2 {
+		return false
+	}
+	delay, err := time.ParseDuration(words[1])
+	return err == nil && n.Ended.Sub(n.At) < delay
+}
+
+// saw says what the client was sent of the answer. Whether it got there a server cannot know.
+func saw(n fakeserver.Send) (string, tone) {
+	kind := kindOf(n)
 	status := strconv.Itoa(n.Status)
 	if name := http.StatusText(n.Status); name != "" {
 		status += " " + name
@@ -240,34 +306,36 @@ func saw(n fakeserver.Send) (string, tone) {
 		return "copy of the network: " + status, neutral
 	case n.Ended.IsZero() && n.Status == 0:
 		return "waiting", underWay
-	case n.Ended.IsZero() && fakeserver.Kind(kind) != fakeserver.Stale:
+	case n.Ended.IsZero() && kind != fakeserver.Stale:
 		return status + ", still coming", underWay
-	}
-	switch fakeserver.Kind(kind) {
-	case fakeserver.CutBody:
-		return status + ", body cut off", lost
-	case fakeserver.Endless:
-		return status + ", a body without end", lost
-	case fakeserver.Garbage:
+	case spoilt[kind] != "" && n.Status != 0:
+		return status + ", " + spoilt[kind], lost
+	case kind == fakeserver.Garbage:
 		return "bytes that are not HTTP", lost
-	case fakeserver.CutHeaders:
+	case kind == fakeserver.CutHeaders:
 		return "a part of the headers", lost
-	case fakeserver.Flood:
+	case kind == fakeserver.Flood:
 		return "early hints, no answer", lost
-	}
-	switch {
-	case n.Status == 0 && fakeserver.Kind(kind) == fakeserver.Reset:
+	case n.Status == 0 && kind == fakeserver.Reset:
 		return "no answer: connection reset", lost
-	case n.Status == 0 && (fakeserver.Kind(kind) == fakeserver.Close || fakeserver.Kind(kind) == fakeserver.Stuck):
+	case n.Status == 0 && slices.Contains(closing, kind):
 		return "no answer: connection closed", lost
-	case n.Status == 0 && slices.Contains(holding, fakeserver.Kind(kind)):
-		return "no answer: it gave up", lost
+	case n.Status == 0 && slices.Contains(holding, kind):
+		return "no answer: the client left within " + short(n.Ended.Sub(n.At)), lost
 	case n.Status == 0:
 		return "no answer", lost
-	case n.Replayed && !slices.Contains(speaking, fakeserver.Kind(kind)):
+	case leftBefore(n):
+		return status + ", no body: the client left within " + short(n.Ended.Sub(n.At)), lost
+	case unsure(n):
+		return status + ", byte by byte", neutral
+	case n.Replayed && !slices.Contains(speaking, kind):
 		return status + ", replay", replay
 	case n.Status >= 400:
 		return status, refused
+	case slices.Contains(speaking, kind):
+		return status + ", by the fault", neutral
+	case kind == fakeserver.Extra:
+		return status + ", and a second answer", good
 	}
 	return status, good
 }
@@ -298,7 +366,7 @@ func line(n fakeserver.Send, e *fakeserver.Effect) string {
 	if e != nil {
 		fmt.Fprintf(&b, "  effect %d: %s", e.N, describe(*e))
 	}
-	return printable(b.String())
+	return b.String()
 }
 
 var longRate = regexp.MustCompile(`(\brate 0\.\d{3})\d+`)

@@ -2,6 +2,7 @@ package main
 
 import (
 	"net/http"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -39,7 +40,7 @@ func TestALostAnswerAndItsReplayAreOneOperationDrawnToScale(t *testing.T) {
 		sent(1, "k", "order-1", 0, 100, func(s *fakeserver.Send) { s.Fault, s.Effect = "reset after the effect (send 1)", 1 }),
 		sent(2, "other", "order-2", 50, 60, func(s *fakeserver.Send) { s.Status = 400 }),
 		sent(3, "k", "order-1", 300, 400, func(s *fakeserver.Send) { s.Status, s.Replayed = 201, true }),
-	}, []fakeserver.Effect{payment(1, 50)}, noon.Add(time.Hour))
+	}, []fakeserver.Effect{payment(1, 50)}, nil, noon.Add(time.Hour))
 	require.Len(t, got, 2)
 	require.Equal(t, "order-2", got[0].Name, "the newest comes first")
 	o := got[1]
@@ -60,14 +61,55 @@ func TestASendWhoseBodyWasNeverReadBelongsToTheReferenceOfItsKey(t *testing.T) {
 	lostBody := sent(1, "k", "", 0, 1, nil)
 	stranger := sent(3, "k", "", 4, 5, func(s *fakeserver.Send) { s.Caller = "caller-2" })
 	bare := sent(4, "", "", 6, 7, func(s *fakeserver.Send) { s.Method = "GET" })
-	got := timeline([]fakeserver.Send{lostBody, sent(2, "k", "order-1", 2, 3, nil), stranger, bare}, nil, noon)
+	got := timeline([]fakeserver.Send{lostBody, sent(2, "k", "order-1", 2, 3, nil), stranger, bare}, nil, nil, noon)
 	var names []string
 	for _, o := range got {
 		names = append(names, o.By+" "+o.Name)
 	}
 	require.Equal(t, []string{"request GET /v1/payments", "key k", "reference order-1"}, names)
 	require.Len(t, got[2].Rows, 2)
-	require.Empty(t, timeline(nil, nil, noon))
+	require.Empty(t, timeline(nil, nil, nil, noon))
+}
+
+func TestAnAnswerThatNobodyCanUseIsNotGreen(t *testing.T) {
+	for _, c := range []struct {
+		fault  string
+		status int
+		says   string
+		tone   tone
+	}{
+		{"bomb in the body", 201, "1 effect, 1 send: done, but no client has the answer", lost},
+		{"mangled in the body", 201, "1 effect, 1 send: done, but no client has the answer", lost},
+		{"big-headers after the effect", 200, "1 effect, 1 send: done, but no client has the answer", lost},
+		{"html 200 after the effect", 200, "1 effect, 1 send: done, but no client has the answer", lost},
+		{"redirect to /x after the effect", 303, "1 effect, 1 send: done, but no client has the answer", lost},
+		{"trickle 1s in the body", 201, "1 effect, 1 send: done, and whether the client has the whole answer is not known", neutral},
+		{"late 1s in the body", 201, "1 effect, 1 send: done, but no client has the answer", lost},
+		{"late 1ms in the body", 201, "1 effect, 1 send", good},
+		{"extra after the answer", 201, "1 effect, 1 send", good},
+	} {
+		got := timeline([]fakeserver.Send{sent(1, "k", "a", 0, 2, func(s *fakeserver.Send) {
+			s.Status, s.Effect, s.Fault = c.status, 1, c.fault
+		})}, []fakeserver.Effect{payment(1, 0)}, nil, noon.Add(time.Second))
+		require.Equal(t, []any{c.says, c.tone}, []any{got[0].Verdict, got[0].Tone}, c.fault)
+	}
+}
+
+func TestTwoRequestsThatNothingConnectsAreNotCalledADouble(t *testing.T) {
+	did := func(effect int) func(*fakeserver.Send) {
+		return func(s *fakeserver.Send) { s.Status, s.Effect = 200, effect }
+	}
+	got := timeline([]fakeserver.Send{sent(1, "", "", 0, 1, did(1)), sent(2, "", "", 2, 3, did(2))},
+		[]fakeserver.Effect{payment(1, 0), payment(2, 2)}, nil, noon.Add(time.Second))
+	require.Equal(t, "2 effects, 2 sends: nothing says that they are one operation", got[0].Verdict)
+	require.Equal(t, neutral, got[0].Tone)
+
+	refund := func(n int, path string) fakeserver.Send {
+		return sent(n, "k"+path, "r-1", n, n+1, func(s *fakeserver.Send) { s.Path, s.Status, s.Effect = path, 201, n })
+	}
+	got = timeline([]fakeserver.Send{refund(1, "/v1/payments/pay_1/refunds"), refund(2, "/v1/payments/pay_2/refunds")},
+		[]fakeserver.Effect{payment(1, 0), payment(2, 2)}, nil, noon.Add(time.Second))
+	require.Equal(t, "2 effects, 2 sends", got[0].Verdict, "refunds of two payments are no double")
 }
 
 func TestTheVerdictSaysWhatBecameOfAnOperation(t *testing.T) {
@@ -92,7 +134,7 @@ func TestTheVerdictSaysWhatBecameOfAnOperation(t *testing.T) {
 		{[]fakeserver.Send{sent(1, "k", "", 0, 1, did(409, 1)), sent(2, "k", "", 2, 3, again(201))}, "1 effect, 2 sends: send 2 got the answer as a replay", good},
 		{[]fakeserver.Send{sent(1, "k", "", 0, 1, did(201, 1)), sent(2, "k", "", 2, 3, did(201, 2))}, "2 EFFECTS for one operation, 2 sends", lost},
 	} {
-		got := timeline(c.sends, []fakeserver.Effect{payment(1, 0), payment(2, 2)}, noon.Add(time.Second))
+		got := timeline(c.sends, []fakeserver.Effect{payment(1, 0), payment(2, 2)}, nil, noon.Add(time.Second))
 		require.Equal(t, c.says, got[0].Verdict)
 		require.Equal(t, c.tone, got[0].Tone, c.says)
 	}
@@ -104,13 +146,22 @@ func TestWhatTheClientSawIsTrueForEveryFault(t *testing.T) {
 		`{"kind":"reset"}`:                                          "no answer: connection reset",
 		`{"kind":"close"}`:                                          "no answer: connection closed",
 		`{"kind":"stuck"}`:                                          "no answer: connection closed",
-		`{"kind":"hang"}`:                                           "no answer: it gave up",
-		`{"kind":"late","delay":"1h"}`:                              "no answer: it gave up",
-		`{"kind":"slow","delay":"700ms"}`:                           "no answer: it gave up",
+		`{"kind":"hang"}`:                                           "no answer: the client left within",
+		`{"kind":"late","delay":"1h"}`:                              "no answer: the client left within",
+		`{"kind":"late","point":"in-body","delay":"1h"}`:            "201 Created, no body: the client left within",
+		`{"kind":"freeze"}`:                                         "no answer: the client left within",
+		`{"kind":"stream-reset"}`:                                   "no answer: connection closed",
+		`{"kind":"trickle","delay":"1ms"}`:                          "201 Created, byte by byte",
+		`{"kind":"bomb","bytes":65536}`:                             "201 Created, a bomb: far more than it seems, in gzip",
+		`{"kind":"mangled"}`:                                        "201 Created, mangled: half a document",
+		`{"kind":"big-headers","bytes":65536}`:                      "200 OK, headers beyond measure",
+		`{"kind":"extra"}`:                                          "201 Created, and a second answer",
+		`{"kind":"html","status":200,"point":"after-effect"}`:       "200 OK, by the fault",
+		`{"kind":"slow","delay":"700ms"}`:                           "no answer: the client left within",
 		`{"kind":"status","status":503}`:                            "503 Service Unavailable",
 		`{"kind":"stored-failure"}`:                                 "500 Internal Server Error",
 		`{"kind":"html","point":"after-effect"}`:                    "502 Bad Gateway",
-		`{"kind":"redirect","location":"/x"}`:                       "307 Temporary Redirect",
+		`{"kind":"redirect","location":"/x"}`:                       "307 Temporary Redirect, by the fault",
 		`{"kind":"cut-headers"}`:                                    "a part of the headers",
 		`{"kind":"cut-body"}`:                                       "201 Created, body cut off",
 		`{"kind":"garbage"}`:                                        "bytes that are not HTTP",
@@ -138,7 +189,7 @@ func TestWhatTheClientSawIsTrueForEveryFault(t *testing.T) {
 				n = <-ended
 			}
 			text, _ := saw(n)
-			require.Equal(t, want, text)
+			require.Equal(t, want, regexp.MustCompile(` within .*`).ReplaceAllString(text, " within"))
 			require.True(t, strings.HasPrefix(line(n, nil), n.At.Format("15:04:05.000")+"  #1 POST /v1/payments"))
 		})
 	}

@@ -247,7 +247,7 @@ func TestADeveloperSeesTheLostAnswerAndTheReplay(t *testing.T) {
 	inject(t, url, `[{"kind":"slow","delay":"600ms","send":1}]`)
 	require.Equal(t, 201, pay(t, idemClient(), url, "order-2", order("order-2")))
 	require.Equal(t, 2, strings.Count(effects(t, url), `"kind":"payment"`))
-	shows(t, page, "no answer: it gave up")
+	shows(t, page, "no answer: the client left within")
 	shows(t, page, "409 Conflict")
 	shows(t, page, "replay of #3")
 	keep(t, page, "page.png")
@@ -265,10 +265,12 @@ func length(t *testing.T, text string) time.Duration {
 }
 
 func TestTheFaultsAreSwitchedFromThePage(t *testing.T) {
-	url, _ := serve(t, "-rate", "1")
+	url, _ := serve(t, "-faults", "mixed", "-rate", "1")
 	page := browser(t)
 	plain := &http.Client{Timeout: 5 * time.Second}
 	open(t, page, url+"/_fake/")
+	seen(t, page, chosen("mixed"))
+	press(t, page, "button[value=none]")
 	seen(t, page, chosen("none"))
 	seen(t, page, "#state.live")
 
@@ -315,6 +317,24 @@ func TestWithoutScriptThePageIsTheSameAfterAReload(t *testing.T) {
 	require.Contains(t, html, "not live: reload to see what is new", "the script did not run")
 	require.Contains(t, html, "send 2 got it as a replay")
 	keep(t, page, "noscript.png")
+}
+
+func TestOnANarrowScreenNothingIsBeyondTheEdge(t *testing.T) {
+	url, _ := serve(t, "-faults", "lost-answer", "-settings", "stripe,retention=1h")
+	require.Equal(t, 201, pay(t, idemClient(), url, "order-1", body1999))
+	page := browser(t)
+	ask(t, page, chromedp.EmulateViewport(420, 900))
+	open(t, page, url+"/_fake/")
+	seen(t, page, "#state.live")
+	seen(t, page, "#settings")
+	shows(t, page, "reset after the effect")
+	require.LessOrEqual(t, ask(t, page, chromedp.Evaluate[float64](`document.documentElement.scrollWidth`)), 420., "nothing scrolls sideways")
+	beyond := `[...document.querySelectorAll("tr.send td, tr.send .chip, .verdict")].filter(e => {
+		const at = e.getBoundingClientRect();
+		return at.width === 0 || at.left < 0 || at.right > document.documentElement.clientWidth;
+	}).map(e => e.innerText)`
+	require.Empty(t, ask(t, page, chromedp.Evaluate[[]string](beyond)))
+	keep(t, page, "narrow.png")
 }
 
 func TestWhatAClientSendsIsTextOnThePage(t *testing.T) {
