@@ -102,7 +102,7 @@ func (o *operation) attempt(now time.Time) (result, error) {
 		o.noteSend(first)
 	}
 	if o.cell != nil {
-		o.cell.fly(1)
+		o.cell.start()
 	}
 	base := o.t.base
 	if o.offPool || !o.repeatable && o.body.kind == noBody && (a.req.Header["Idempotency-Key"] != nil || a.req.Header["X-Idempotency-Key"] != nil) {

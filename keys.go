@@ -121,8 +121,8 @@ type cell struct {
 	mu        sync.Mutex // guards what follows
 	bound     *fingerprint
 	firstSend time.Time
-	reached   bool // a send may have reached the server
-	flying    int  // attempts under way
+	reached   int // attempts that may have reached the server
+	running   int // attempts on their way
 }
 
 // bind binds the cell to f, or says which request it is bound to.
@@ -148,24 +148,35 @@ func (c *cell) sent(now time.Time) time.Time {
 	return c.firstSend
 }
 
-// fly counts the attempts under way.
-func (c *cell) fly(n int) {
+// start notes an attempt that may reach the server; arrive, whether it may
+// have. One that panics stays on its way.
+func (c *cell) start() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.flying += n
+	c.running++
 }
 
-// reach notes that a send may have reached the server.
-func (c *cell) reach() {
+func (c *cell) arrive(reached bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.reached = true
+	c.running--
+	if reached {
+		c.reached++
+	}
 }
 
-func (c *cell) mayBeSent() bool {
+// mayBeSent reports whether other attempts than own may reach the server or
+// have reached it.
+func (c *cell) mayBeSent(own []Attempt) bool {
+	mine := 0
+	for i := range own {
+		if own[i].evidence != neverSent {
+			mine++
+		}
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.reached || c.flying > 0
+	return c.reached > mine || c.running > 0
 }
 
 func (c *cell) first() time.Time {

@@ -238,10 +238,7 @@ func (o *operation) note(r *result, v ruling) {
 	}
 	o.failed = v.failure
 	if o.cell != nil {
-		if e != neverSent {
-			o.cell.reach()
-		}
-		o.cell.fly(-1)
+		o.cell.arrive(e != neverSent)
 	}
 	if h := o.t.Hooks.AttemptDone; h != nil {
 		h(context.WithoutCancel(a.Context), &o.report, *entry)
@@ -266,6 +263,9 @@ func (o *operation) end(resp *http.Response, reason error) (*http.Response, erro
 	}
 	r.EarlierUnknown = earlierUnknown(r.Attempts)
 	if !o.afterWrite {
+		if c := o.cell; c != nil && !o.keyed && c.mayBeSent(r.Attempts) {
+			o.minted = false // another call under this context may do it
+		}
 		r.Outcome = fold(r.Attempts, o.minted)
 	}
 	o.settle(resp != nil)

@@ -372,7 +372,7 @@ func (o *operation) chooseKey() error {
 			if err := c.op.check(o.started); err != nil {
 				return err
 			}
-			o.minted = o.minted && !c.mayBeSent() // an earlier call under this context may have done it
+			o.minted = o.minted && !c.mayBeSent(nil) // an earlier call under this context may have done it
 		}
 		return nil
 	}
