@@ -7,25 +7,30 @@ import (
 )
 
 // Client is an http.Client over a Transport that turns the Reason of an
-// operation into an [*Error]. It is safe for concurrent use.
+// operation into an [*Error]. It is safe for concurrent use. The zero Client is
+// one over a zero Transport.
 type Client struct {
-	http http.Client
+	t *Transport // nil: zeroTransport
+}
+
+var zeroTransport Transport
+
+func (c *Client) transport() *Transport {
+	if c.t == nil {
+		return &zeroTransport
+	}
+	return c.t
 }
 
 // NewClient returns a Client over t; nil means a zero Transport.
-func NewClient(t *Transport) *Client {
-	if t == nil {
-		t = &Transport{}
-	}
-	return &Client{http: http.Client{Transport: t}}
-}
+func NewClient(t *Transport) *Client { return &Client{t} }
 
 // StandardClient returns an http.Client over the same Transport, for code
 // that takes one, such as vendor SDKs. Leave its Timeout zero:
 // Policy.MaxElapsed bounds the operation at half the cost, and Timeout
 // flattens typed errors to text.
 func (c *Client) StandardClient() *http.Client {
-	return &http.Client{Transport: c.http.Transport}
+	return &http.Client{Transport: c.transport()}
 }
 
 // Do sends req and follows redirects as http.Client does. It returns an
@@ -37,7 +42,7 @@ func (c *Client) StandardClient() *http.Client {
 // A body that could not follow a 307 or 308 is made to, within
 // Policy.MaxRequestBuffer.
 func (c *Client) Do(req *http.Request) (*http.Response, error) {
-	t := c.http.Transport.(*Transport)
+	t := c.transport()
 	t.resolve()
 	if req == nil || req.URL == nil || req.RequestURI != "" {
 		return t.refuse(req)
@@ -49,7 +54,7 @@ func (c *Client) Do(req *http.Request) (*http.Response, error) {
 	var last *operation
 	answered := false
 	defer func() { finish(answered) }() // also when a hook or the base panics
-	resp, err := c.http.Do(req.WithContext(context.WithValue(req.Context(), lastOperation{}, &last)))
+	resp, err := c.StandardClient().Do(req.WithContext(context.WithValue(req.Context(), lastOperation{}, &last)))
 	answered = err == nil
 	if err != nil {
 		var e *Error

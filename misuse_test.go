@@ -981,3 +981,16 @@ func TestUnkeyedCallKnowsOfTheOneThatStillRuns(t *testing.T) {
 	require.Len(t, s.Effects(), 1)
 	require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err), "%v", err)
 }
+
+func TestZeroClientIsReady(t *testing.T) {
+	s := onLoopback(t)
+	var c idem.Client
+	resp, err := c.Do(newPayment(t, context.Background(), s, "order-1"))
+	require.NoError(t, err)
+	readAll(t, resp)
+	require.Equal(t, idem.Executed, idem.OutcomeOf(resp, nil))
+	resp, err = c.StandardClient().Do(newPayment(t, context.Background(), s, "order-2"))
+	require.NoError(t, err)
+	readAll(t, resp)
+	require.NotEmpty(t, idem.ReportOf(resp).Key)
+}

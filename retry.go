@@ -63,7 +63,13 @@ func (o *operation) mayStart() (time.Time, error) {
 func (o *operation) expired(t time.Time) bool {
 	p := &o.t.policy
 	return o.keyed && p.KeyWindow > 0 && o.wasSent &&
-		t.Sub(o.started)-o.sentFirst > p.KeyWindow-p.AttemptTimeout
+		elapsed(o.started, t)-o.sentFirst > p.KeyWindow-p.AttemptTimeout
+}
+
+// elapsed is the longer of what the two clocks say: the steady one stands still
+// while a machine sleeps, and a server's memory does not.
+func elapsed(from, to time.Time) time.Duration {
+	return max(to.Sub(from), to.Round(0).Sub(from.Round(0)))
 }
 
 // plan decides whether there is another attempt, and when: the wait and where

@@ -274,7 +274,7 @@ func (o *operation) lastHeader() http.Header {
 
 // noteSend remembers the first send of the key.
 func (o *operation) noteSend(at time.Time) {
-	o.sentFirst, o.wasSent = max(at.Sub(o.started), -math.MaxInt64/2), true // so that its age can be reckoned
+	o.sentFirst, o.wasSent = max(-elapsed(at, o.started), -math.MaxInt64/2), true // so that its age can be reckoned
 }
 
 // begin checks the request and chooses its key. An operation begins here and
