@@ -395,7 +395,7 @@ type gateKey struct{ scope, key string }
 type gate struct {
 	request *fingerprint
 	users   int           // holder and those who wait
-	turn    chan struct{} // holds one token while nobody is inside
+	turn    chan struct{} // holds one value while nobody is inside
 }
 
 // enter waits for the turn of key, under ctx. Another request with the key

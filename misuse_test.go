@@ -423,7 +423,7 @@ func TestContentLengthOfAnAnswerIsNotBelievedForMemory(t *testing.T) {
 func TestFileThatDoesNotKnowItsSizeIsSent(t *testing.T) {
 	f, err := os.Open("/proc/self/status")
 	if err != nil {
-		t.Skip()
+		t.Skip("no procfs on this system")
 	}
 	n := 0
 	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
