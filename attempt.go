@@ -566,15 +566,13 @@ func (a *attempt) buffer(limit int64) error {
 // rearm gives the next bytes their time; false: it is over. start is when
 // the first were waited for.
 func (a *attempt) rearm(p *Policy, start *time.Time) bool {
-	gap := p.AttemptTimeout
+	gap, now := p.AttemptTimeout, time.Now()
+	first := start.IsZero()
+	if first {
+		*start = now
+	}
 	if p.MaxElapsed > 0 {
-		rest := p.MaxElapsed
-		if start.IsZero() {
-			*start = time.Now()
-		} else {
-			rest -= time.Since(*start)
-		}
-		if gap == 0 || rest < gap {
+		if rest := p.MaxElapsed - now.Sub(*start); gap == 0 || rest < gap {
 			gap = rest
 		}
 		if gap <= 0 {
@@ -583,6 +581,8 @@ func (a *attempt) rearm(p *Policy, start *time.Time) bool {
 	}
 	switch {
 	case gap == 0 || a.cancel == nil:
+	case first && gap == p.AttemptTimeout && now.Sub(a.start) < gap/64:
+		// The answer came at once: the limit that is running has nearly all of its time.
 	case a.timer == nil:
 		a.timer = time.AfterFunc(gap, a.expire)
 	default:

@@ -61,7 +61,9 @@ type Dialect struct {
 	// KeyWindow is how long the provider remembers a key. 0: it states none.
 	KeyWindow time.Duration
 
-	byStatus map[int][]meaning // all marks, once resolved; those for any status under 0
+	// All marks, once resolved.
+	anyStatus []meaning
+	byStatus  map[int][]meaning
 }
 
 // meaning is a mark and what it means.
@@ -187,7 +189,7 @@ func (d Dialect) resolved() (Dialect, error) {
 			return d, invalid("Dialect.Methods", "has %q, which is not a method in capitals", m)
 		}
 	}
-	d.byStatus = make(map[int][]meaning)
+	d.anyStatus, d.byStatus = nil, make(map[int][]meaning)
 	for _, set := range [...]struct {
 		marks []Mark
 		is    mark
@@ -200,7 +202,11 @@ func (d Dialect) resolved() (Dialect, error) {
 				return d, err
 			}
 			m.Header = textproto.CanonicalMIMEHeaderKey(m.Header)
-			d.byStatus[m.Status] = append(d.byStatus[m.Status], meaning{m, set.is})
+			if m.Status == 0 {
+				d.anyStatus = append(d.anyStatus, meaning{m, set.is})
+			} else {
+				d.byStatus[m.Status] = append(d.byStatus[m.Status], meaning{m, set.is})
+			}
 		}
 	}
 	d.Header = textproto.CanonicalMIMEHeaderKey(d.Header)
@@ -269,7 +275,7 @@ func (d *Dialect) keys(method string) bool {
 // needsBody reports whether the marks of an answer with this status look
 // into its body.
 func (d *Dialect) needsBody(status int) bool {
-	for _, set := range [...][]meaning{d.byStatus[0], d.byStatus[status]} {
+	for _, set := range [...][]meaning{d.anyStatus, d.byStatus[status]} {
 		for i := range set {
 			if set[i].Pointer != "" {
 				return true
@@ -283,7 +289,7 @@ func (d *Dialect) needsBody(status int) bool {
 // must be resolved.
 func (d *Dialect) recognise(resp *http.Response, body *document) mark {
 	var m mark
-	for _, set := range [...][]meaning{d.byStatus[0], d.byStatus[resp.StatusCode]} {
+	for _, set := range [...][]meaning{d.anyStatus, d.byStatus[resp.StatusCode]} {
 		for i := range set {
 			if m&set[i].is == 0 && set[i].fits(resp, body) {
 				m |= set[i].is
