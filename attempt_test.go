@@ -741,3 +741,25 @@ func TestReadAfterCloseFails(t *testing.T) {
 		})
 	}
 }
+
+// The limit before the headers is not what is left for the body: each gap has
+// the whole of it.
+func TestGapAfterLateHeadersHasTheWholeLimit(t *testing.T) {
+	virtual(t, func(t *testing.T) {
+		p := newScriptedProvider(t, func(w http.ResponseWriter, _ *http.Request) {
+			time.Sleep(800 * time.Millisecond)
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(http.StatusCreated)
+			require.NoError(t, http.NewResponseController(w).Flush())
+			time.Sleep(800 * time.Millisecond)
+			_, _ = io.WriteString(w, `{"id":"pay_1"}`)
+		})
+		start := time.Now()
+		resp, err := p.through(func(tr *idem.Transport) { tr.Policy.AttemptTimeout = time.Second }).
+			RoundTrip(newPost(t, t.Context(), p.url+"/payments", `{}`))
+		require.NoError(t, err)
+		require.Equal(t, `{"id":"pay_1"}`, readAll(t, resp))
+		require.Len(t, p.sends(), 1)
+		require.Equal(t, 1600*time.Millisecond, time.Since(start))
+	})
+}
