@@ -1,0 +1,283 @@
+package journaltest_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"os"
+	"os/exec"
+	"regexp"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/idem-go/idem/journal"
+	"github.com/idem-go/idem/journal/journaltest"
+)
+
+// TestMain fails the run if goroutines are left behind.
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if code == 0 {
+		for range 100 {
+			if runtime.NumGoroutine() == 1 {
+				os.Exit(0)
+			}
+			time.Sleep(50 * time.Millisecond) // goroutines that are about to end need a moment
+		}
+		buf := make([]byte, 1<<20)
+		fmt.Fprintf(os.Stderr, "goroutines left behind:\n%s\n", buf[:runtime.Stack(buf, true)])
+		code = 1
+	}
+	os.Exit(code)
+}
+
+// broken is a journal that goes wrong in one way, and the subtest that must
+// notice.
+type broken struct {
+	name    string
+	open    func(good *journal.Memory) journal.Journal
+	subtest string
+}
+
+var brokenJournals = []broken{
+	{"a late owner overwrites", func(m *journal.Memory) journal.Journal { return &noFence{m} },
+		"a late owner can neither renew, finish nor release what was taken over"},
+	{"another request is let through", func(m *journal.Memory) journal.Journal { return &noFingerprint{m} },
+		"another request is ErrMismatch when done, with the entry"},
+	{"done starts again", func(m *journal.Memory) journal.Journal { return &doneAgain{m} },
+		"done is never begun again"},
+	{"who takes over has a new key", func(m *journal.Memory) journal.Journal { return &newKey{m} },
+		"who takes over has the same key and the next fence, and sees what may have been sent"},
+	{"a claim does not hold", func(m *journal.Memory) journal.Journal { m.Lease = time.Microsecond; return m },
+		"a live claim is ErrClaimed, with the entry"},
+	{"a lease does not end", func(m *journal.Memory) journal.Journal { m.Lease = time.Hour; return m },
+		"a claim holds until its lease ends, then anybody takes it over"},
+	{"all who begin at once have the claim", func(m *journal.Memory) journal.Journal { return &everybody{m} },
+		"of 50 who begin one operation at once exactly one has the claim"},
+	{"a resume is not counted", func(m *journal.Memory) journal.Journal { return &noResume{m} },
+		"one resume too many is ErrAttention, with the entry"},
+	{"Begin returns FirstSend of now", func(m *journal.Memory) journal.Journal { return &asStored{m} },
+		"Begin returns FirstSend and Clear of before and stores that the key may be sent now"},
+	{"a second Finish is refused", func(m *journal.Memory) journal.Journal { return &finishOnce{Memory: m} },
+		"a second Finish of the same claim with the same state changes nothing"},
+	{"the newest comes first", func(m *journal.Memory) journal.Journal { return &newestFirst{m} },
+		"Pending yields the pending entries, oldest first, claimed or not"},
+	{"ids are folded", func(m *journal.Memory) journal.Journal { return &folded{m} },
+		"any string is stored as it is and told apart by its bytes"},
+	{"a cancelled context is ignored", func(m *journal.Memory) journal.Journal { return &deaf{m} },
+		"a cancelled context changes nothing"},
+	{"entries are shared", func(m *journal.Memory) journal.Journal {
+		return &shared{Memory: m, seen: map[journal.Operation]journal.Entry{}}
+	},
+		"entries share no memory with the store"},
+	{"tombstones are swept early", func(m *journal.Memory) journal.Journal { return &hasty{m} },
+		"after the window request and answer go and the tombstone stays"},
+	{"times have nanoseconds", func(m *journal.Memory) journal.Journal { return &nanoseconds{m} },
+		"times are kept to the microsecond, those returned too"},
+}
+
+// The test binary runs itself with this set to the name of a broken journal,
+// because a suite that fails fails its whole process.
+const childJournal = "IDEM_BROKEN_JOURNAL"
+
+func TestRunNoticesEachBrokenJournal(t *testing.T) {
+	for _, b := range brokenJournals {
+		t.Run(b.name, func(t *testing.T) {
+			t.Parallel()
+			child := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestRunPassesUnlessTheJournalIsBroken$/^"+regexp.QuoteMeta(b.subtest)+"$", "-test.timeout=60s")
+			child.Env = append(os.Environ(), childJournal+"="+b.name)
+			out, err := child.CombinedOutput()
+			var exit *exec.ExitError
+			require.ErrorAs(t, err, &exit, "it was not noticed: %s", out)
+			require.Contains(t, string(out), "--- FAIL: TestRunPassesUnlessTheJournalIsBroken/"+strings.ReplaceAll(b.subtest, " ", "_"))
+			require.NotContains(t, string(out), "panic:")
+		})
+	}
+}
+
+// The same subtests pass on a journal that is not broken.
+func TestRunPassesUnlessTheJournalIsBroken(t *testing.T) {
+	open := func(good *journal.Memory) journal.Journal { return good }
+	for _, b := range brokenJournals {
+		if b.name == os.Getenv(childJournal) {
+			open = b.open
+		}
+	}
+	names := map[string]bool{}
+	journaltest.Run(t, func(t *testing.T, lease time.Duration) journal.Journal {
+		_, name, _ := strings.Cut(t.Name(), "/")
+		require.False(t, names[name], "two subtests have one name")
+		names[name] = true
+		return open(&journal.Memory{Lease: lease})
+	})
+	if os.Getenv(childJournal) == "" && !t.Failed() && len(names) > 1 {
+		for _, b := range brokenJournals {
+			require.True(t, names[strings.ReplaceAll(b.subtest, " ", "_")], "no subtest %q", b.subtest)
+		}
+	}
+}
+
+type noFence struct{ *journal.Memory }
+
+// current is e with the fence and generation of whoever has it now.
+func (j *noFence) current(ctx context.Context, e journal.Entry) journal.Entry {
+	if now, err := j.Get(ctx, e.Operation); err == nil {
+		e.Fence, e.Generation = now.Fence, now.Generation
+	}
+	return e
+}
+
+func (j *noFence) Renew(ctx context.Context, e journal.Entry, n journal.Note) (journal.Entry, error) {
+	return j.Memory.Renew(ctx, j.current(ctx, e), n)
+}
+
+func (j *noFence) Finish(ctx context.Context, e journal.Entry, s journal.State, n journal.Note) (journal.Entry, error) {
+	return j.Memory.Finish(ctx, j.current(ctx, e), s, n)
+}
+
+func (j *noFence) Release(ctx context.Context, e journal.Entry, n journal.Note) (journal.Entry, error) {
+	return j.Memory.Release(ctx, j.current(ctx, e), n)
+}
+
+type noFingerprint struct{ *journal.Memory }
+
+func (j *noFingerprint) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	in.Shape = [32]byte{}
+	return j.Memory.Begin(ctx, in)
+}
+
+type doneAgain struct{ *journal.Memory }
+
+func (j *doneAgain) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	e, err := j.Memory.Begin(ctx, in)
+	if err == nil && e.State == journal.Done {
+		in.ID += " again"
+		e, err = j.Memory.Begin(ctx, in)
+	}
+	return e, err
+}
+
+type newKey struct{ *journal.Memory }
+
+func (j *newKey) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	e, err := j.Memory.Begin(ctx, in)
+	if err == nil {
+		e.Key = in.Key
+	}
+	return e, err
+}
+
+type everybody struct{ *journal.Memory }
+
+func (j *everybody) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	e, err := j.Memory.Begin(ctx, in)
+	if errors.Is(err, journal.ErrClaimed) {
+		err = nil
+	}
+	return e, err
+}
+
+type noResume struct{ *journal.Memory }
+
+func (j *noResume) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	in.MaxResumes = 0
+	return j.Memory.Begin(ctx, in)
+}
+
+type asStored struct{ *journal.Memory }
+
+func (j *asStored) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	if e, err := j.Memory.Begin(ctx, in); err != nil {
+		return e, err
+	}
+	return j.Get(ctx, in.Operation)
+}
+
+type finishOnce struct {
+	*journal.Memory
+	mu   sync.Mutex // guards done
+	done []int64    // fences
+}
+
+func (j *finishOnce) Finish(ctx context.Context, e journal.Entry, s journal.State, n journal.Note) (journal.Entry, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if slices.Contains(j.done, e.Fence) {
+		return journal.Entry{}, journal.ErrClaimLost
+	}
+	j.done = append(j.done, e.Fence)
+	return j.Memory.Finish(ctx, e, s, n)
+}
+
+type newestFirst struct{ *journal.Memory }
+
+func (j *newestFirst) Pending(ctx context.Context) iter.Seq2[journal.Entry, error] {
+	return func(yield func(journal.Entry, error) bool) {
+		var all []journal.Entry
+		for e, err := range j.Memory.Pending(ctx) {
+			if err != nil {
+				yield(e, err)
+				return
+			}
+			all = append(all, e)
+		}
+		for _, e := range slices.Backward(all) {
+			if !yield(e, nil) {
+				return
+			}
+		}
+	}
+}
+
+type folded struct{ *journal.Memory }
+
+func (j *folded) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	in.ID = strings.ToLower(in.ID)
+	return j.Memory.Begin(ctx, in)
+}
+
+type deaf struct{ *journal.Memory }
+
+func (j *deaf) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	return j.Memory.Begin(context.WithoutCancel(ctx), in)
+}
+
+type shared struct {
+	*journal.Memory
+	mu   sync.Mutex // guards seen
+	seen map[journal.Operation]journal.Entry
+}
+
+func (j *shared) Get(ctx context.Context, op journal.Operation) (journal.Entry, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if e, ok := j.seen[op]; ok {
+		return e, nil
+	}
+	e, err := j.Memory.Get(ctx, op)
+	if err == nil {
+		j.seen[op] = e
+	}
+	return e, err
+}
+
+type hasty struct{ *journal.Memory }
+
+func (j *hasty) Sweep(ctx context.Context, _ time.Duration) (journal.Swept, error) {
+	return j.Memory.Sweep(ctx, time.Nanosecond)
+}
+
+type nanoseconds struct{ *journal.Memory }
+
+func (j *nanoseconds) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	e, err := j.Memory.Begin(ctx, in)
+	e.Lease = e.Lease.Add(time.Nanosecond)
+	return e, err
+}

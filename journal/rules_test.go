@@ -1,0 +1,526 @@
+package journal_test
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/idem-go/idem/journal"
+)
+
+// noon has nanoseconds, which no entry may keep.
+var noon = time.Date(2026, 3, 1, 12, 0, 0, 123456789, time.UTC)
+
+var rules = journal.Rules{Owner: "me", Lease: time.Minute, Secret: journal.Secret{1, 2, 3}}
+
+// pendingEntry is what a claim at noon left behind, edited.
+func pendingEntry(t *testing.T, edit ...func(e *journal.Entry)) journal.Entry {
+	t.Helper()
+	e, _, write, err := rules.Begin(nil, payment("1"), noon)
+	require.NoError(t, err)
+	require.True(t, write)
+	for _, f := range edit {
+		f(&e)
+	}
+	return e
+}
+
+func free(e *journal.Entry) { e.Owner, e.Lease = "", time.Time{} }
+
+func done(e *journal.Entry) {
+	free(e)
+	e.State, e.Finished = journal.Done, noon.Truncate(time.Microsecond)
+}
+
+func refused(e *journal.Entry) {
+	done(e)
+	e.State = journal.Refused
+}
+
+// delivery that expires an hour after noon.
+func delivery(e *journal.Entry) { e.Expires = noon.Add(time.Hour).Truncate(time.Microsecond) }
+
+func resumed(n int) func(e *journal.Entry) { return func(e *journal.Entry) { e.Resumes = n } }
+
+// The transitions of Begin: from what is there, and how it is asked, to
+// whether the caller has it now, with which generation and key.
+func TestBeginIsATable(t *testing.T) {
+	same := payment("1")
+	resume, another, unknown := same, same, same
+	resume.MaxResumes = 2
+	another.Content = digest("1999.00 eur")
+	unknown.Shape, unknown.Content = [32]byte{}, nil
+	anotherResume := another
+	anotherResume.MaxResumes = 2
+	const first, second = "first-1", "second-1"
+	soon, ended, hours := noon.Add(time.Second), noon.Add(time.Minute), noon.Add(2*time.Hour)
+
+	for _, c := range []struct {
+		name       string
+		old        []func(e *journal.Entry) // nil: no entry
+		in         journal.Intent
+		now        time.Time
+		claimed    bool
+		generation int
+		key        string
+		err        error
+	}{
+		{"nothing", nil, same, noon, true, 1, first, nil},
+		{"nothing, resume", nil, resume, noon, true, 1, first, nil},
+		{"nothing, shape not known", nil, unknown, noon, true, 1, first, nil},
+
+		{"claimed", some(), same, soon, false, 1, first, journal.ErrClaimed},
+		{"claimed, one microsecond before the lease ends", some(), same, ended.Add(-time.Microsecond), false, 1, first, journal.ErrClaimed},
+		{"claimed, the lease ends", some(), same, ended, true, 1, first, nil},
+		{"claimed, resume", some(), resume, soon, false, 1, first, journal.ErrClaimed},
+		{"claimed, another request", some(), another, soon, false, 1, first, journal.ErrMismatch},
+		{"claimed, resume too many", some(resumed(2)), resume, soon, false, 1, first, journal.ErrClaimed},
+		{"lease ended, another request", some(), another, ended, false, 1, first, journal.ErrMismatch},
+
+		{"free", some(free), same, noon, true, 1, first, nil},
+		{"free, shape not known", some(free), unknown, noon, true, 1, first, nil},
+		{"free, another request", some(free), another, noon, false, 1, first, journal.ErrMismatch},
+		{"free, resume", some(free, resumed(1)), resume, noon, true, 1, first, nil},
+		{"free, resume too many", some(free, resumed(2)), resume, noon, false, 1, first, journal.ErrAttention},
+		{"free, resume far too many", some(free, resumed(9)), resume, noon, false, 1, first, journal.ErrAttention},
+		{"free, resume of another request", some(free, resumed(2)), anotherResume, noon, false, 1, first, journal.ErrMismatch},
+		{"free, resumed too often, a caller", some(free, resumed(9)), same, noon, true, 1, first, nil},
+
+		{"done", some(done), same, hours, false, 1, first, nil},
+		{"done, resume", some(done), resume, hours, false, 1, first, nil},
+		{"done, resume too many", some(done, resumed(2)), resume, hours, false, 1, first, nil},
+		{"done, another request", some(done), another, hours, false, 1, first, journal.ErrMismatch},
+		{"done, shape not known", some(done), unknown, hours, false, 1, first, nil},
+
+		{"refused", some(refused), same, soon, true, 2, second, nil},
+		{"refused, another request", some(refused), another, soon, true, 2, second, nil},
+		{"refused, resume", some(refused), resume, soon, false, 1, first, nil},
+		{"refused, resume of another request", some(refused), anotherResume, soon, false, 1, first, nil},
+
+		{"delivery, claimed", some(delivery), same, soon, false, 1, first, journal.ErrClaimed},
+		{"delivery, claimed, another digest", some(delivery), another, soon, false, 1, first, journal.ErrClaimed},
+		{"delivery, free, another digest", some(delivery, free), another, soon, true, 1, first, nil},
+		{"delivery, done", some(delivery, done), same, soon, false, 1, first, nil},
+		{"delivery, done, another digest", some(delivery, done), another, soon, false, 1, first, nil},
+		{"delivery, refused", some(delivery, refused), same, soon, true, 2, second, nil},
+		{"delivery, a microsecond before it expires", some(delivery, done), same, noon.Add(time.Hour - time.Microsecond), false, 1, first, nil},
+		{"delivery, expired, done", some(delivery, done), same, noon.Add(time.Hour), true, 1, first, nil},
+		{"delivery, expired, refused", some(delivery, refused), same, noon.Add(time.Hour), true, 1, first, nil},
+		{"delivery, expired, claimed", some(delivery, func(e *journal.Entry) { e.Lease = hours }), another, noon.Add(time.Hour), true, 1, first, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var old *journal.Entry
+			var before journal.Entry
+			if c.old != nil {
+				before = pendingEntry(t, c.old...)
+				kept := before
+				old = &kept
+			}
+			stored, returned, write, err := rules.Begin(old, c.in, c.now)
+			require.ErrorIs(t, err, c.err)
+			require.Equal(t, c.claimed, write)
+			require.Equal(t, c.generation, returned.Generation)
+			require.Equal(t, c.key, returned.Key)
+			if old != nil {
+				require.Equal(t, before, *old, "old is not changed")
+				differs := !before.Expires.IsZero() && c.now.Before(before.Expires) && c.in.Content != nil && string(c.in.Content) != string(same.Content)
+				require.Equal(t, differs, returned.Differs)
+			}
+			if !c.claimed {
+				returned.Differs = false
+				require.Equal(t, before, returned)
+				return
+			}
+			now := c.now.Truncate(time.Microsecond)
+			require.Equal(t, "me", returned.Owner)
+			require.Equal(t, now.Add(time.Minute), returned.Lease)
+			require.Equal(t, before.Fence+1, returned.Fence)
+			require.Equal(t, journal.Pending, returned.State)
+			require.False(t, stored.Differs)
+			require.False(t, stored.Clear)
+			require.False(t, stored.FirstSend.IsZero())
+			if !returned.FirstSend.IsZero() {
+				require.Equal(t, returned.FirstSend, stored.FirstSend)
+			}
+			stored.FirstSend, stored.Clear, stored.Differs = returned.FirstSend, returned.Clear, returned.Differs
+			require.Equal(t, stored, returned, "nothing else is told apart")
+		})
+	}
+}
+
+func TestBeginKeepsTheFirstRequestThatIsStored(t *testing.T) {
+	in := payment("1")
+	in.Request = []byte("second")
+	without := pendingEntry(t, free)
+	e, _, _, err := rules.Begin(&without, in, noon)
+	require.NoError(t, err)
+	require.Equal(t, in.Request, e.Request)
+	with := pendingEntry(t, free, func(e *journal.Entry) { e.Request = []byte("first") })
+	e, _, _, err = rules.Begin(&with, in, noon)
+	require.NoError(t, err)
+	require.Equal(t, []byte("first"), e.Request)
+}
+
+func TestANoteKeepsWhatItDoesNotHave(t *testing.T) {
+	old := pendingEntry(t, func(e *journal.Entry) {
+		e.Status, e.Reference, e.Answer, e.Attempts = 503, "pi_1", []byte("kept"), 4
+	})
+	e, err := rules.Renew(&old, old, journal.Note{}, noon)
+	require.NoError(t, err)
+	require.Equal(t, []any{503, "pi_1", 4}, []any{e.Status, e.Reference, e.Attempts})
+	e, err = rules.Release(&old, old, journal.Note{})
+	require.NoError(t, err)
+	require.Equal(t, []any{503, "pi_1", 4}, []any{e.Status, e.Reference, e.Attempts})
+	e, _, err = rules.Finish(&old, old, journal.Done, journal.Note{Attempts: 2}, noon)
+	require.NoError(t, err)
+	require.Equal(t, []any{503, "pi_1", 6, []byte("kept")}, []any{e.Status, e.Reference, e.Attempts, e.Answer})
+}
+
+// some entry, edited; it tells no edits from no entry.
+func some(edit ...func(e *journal.Entry)) []func(e *journal.Entry) {
+	return append([]func(e *journal.Entry){}, edit...)
+}
+
+// Who may still end a claim: the last one of its generation, while the entry
+// is pending and nobody ended it.
+func TestClaimsEndOnce(t *testing.T) {
+	note := journal.Note{Attempts: 2, Status: 201, Reference: "pi_1", Answer: []byte("sealed"), NotSent: true, Clear: true, Orderly: true}
+	for _, c := range []struct {
+		name string
+		old  []func(e *journal.Entry) // nil: no entry
+		by   func(e *journal.Entry)   // edits the claim
+		held bool
+	}{
+		{"the claim holds", some(), func(*journal.Entry) {}, true},
+		{"the lease ended and nobody took over", some(), func(*journal.Entry) {}, true},
+		{"there is no entry", nil, func(*journal.Entry) {}, false},
+		{"another took over", some(func(e *journal.Entry) { e.Fence++ }), func(*journal.Entry) {}, false},
+		{"an older fence", some(), func(e *journal.Entry) { e.Fence-- }, false},
+		{"another generation", some(func(e *journal.Entry) { e.Generation++ }), func(*journal.Entry) {}, false},
+		{"released", some(free), func(*journal.Entry) {}, false},
+		{"enlisted, never claimed", some(free, func(e *journal.Entry) { e.Fence = 0 }), func(e *journal.Entry) { e.Fence = 0 }, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			claim := pendingEntry(t)
+			c.by(&claim)
+			var old *journal.Entry
+			var before journal.Entry
+			if c.old != nil {
+				before = pendingEntry(t, c.old...)
+				kept := before
+				old = &kept
+			}
+			now := noon.Add(time.Hour)
+			renewed, renewErr := rules.Renew(old, claim, note, now)
+			finished, write, finishErr := rules.Finish(old, claim, journal.Done, note, now)
+			released, releaseErr := rules.Release(old, claim, note)
+			if old != nil {
+				require.Equal(t, before, *old, "old is not changed")
+			}
+			if !c.held {
+				require.ErrorIs(t, renewErr, journal.ErrClaimLost)
+				require.ErrorIs(t, finishErr, journal.ErrClaimLost)
+				require.ErrorIs(t, releaseErr, journal.ErrClaimLost)
+				require.False(t, write)
+				return
+			}
+			require.NoError(t, renewErr)
+			require.NoError(t, finishErr)
+			require.NoError(t, releaseErr)
+			require.True(t, write)
+
+			whole := now.Truncate(time.Microsecond)
+			want := before
+			want.Status, want.Reference, want.Lease = 201, "pi_1", whole.Add(time.Minute)
+			require.Equal(t, want, renewed)
+			want.Owner, want.Lease, want.Attempts = "", time.Time{}, 2
+			want.Clear, want.FirstSend = true, time.Time{}
+			require.Equal(t, want, released)
+			want.Clear, want.FirstSend = before.Clear, before.FirstSend
+			want.State, want.Finished, want.Answer = journal.Done, whole, []byte("sealed")
+			require.Equal(t, want, finished)
+		})
+	}
+}
+
+func TestFinishAgainIsTheSameClaimAndState(t *testing.T) {
+	claim := pendingEntry(t)
+	for _, s := range []journal.State{journal.Done, journal.Refused} {
+		first, write, err := rules.Finish(&claim, claim, s, journal.Note{Attempts: 1}, noon)
+		require.NoError(t, err)
+		require.True(t, write)
+		again, write, err := rules.Finish(&first, claim, s, journal.Note{Attempts: 1, Status: 500}, noon.Add(time.Hour))
+		require.NoError(t, err)
+		require.False(t, write)
+		require.Equal(t, first, again)
+
+		_, write, err = rules.Finish(&first, claim, journal.Done+journal.Refused-s, journal.Note{}, noon)
+		require.ErrorIs(t, err, journal.ErrClaimLost)
+		require.False(t, write)
+		late := claim
+		late.Fence--
+		_, write, err = rules.Finish(&first, late, s, journal.Note{}, noon)
+		require.ErrorIs(t, err, journal.ErrClaimLost)
+		require.False(t, write)
+		older := claim
+		older.Generation--
+		_, write, err = rules.Finish(&first, older, s, journal.Note{}, noon)
+		require.ErrorIs(t, err, journal.ErrClaimLost)
+		require.False(t, write)
+	}
+	for _, s := range []journal.State{journal.Pending, 3, -1} {
+		_, write, err := rules.Finish(&claim, claim, s, journal.Note{}, noon)
+		require.ErrorIs(t, err, journal.ErrInvalid)
+		require.ErrorContains(t, err, s.String())
+		require.False(t, write)
+	}
+}
+
+func TestEnlistWritesDownWithoutAClaim(t *testing.T) {
+	in := payment("1")
+	in.Request, in.Started = []byte("sealed"), noon.Add(-time.Hour)
+	e, write, err := rules.Enlist(nil, in, noon)
+	require.NoError(t, err)
+	require.True(t, write)
+	require.Equal(t, journal.Entry{
+		Operation: in.Operation, Generation: 1, Key: in.Key, Fingerprint: rules.Secret.Fingerprint(in.Shape, in.Content),
+		Created: noon.Truncate(time.Microsecond), Window: in.Window, Request: in.Request,
+	}, e, "pending, not claimed, not sent")
+	require.False(t, e.Claimed(noon))
+
+	claimed, returned, write, err := rules.Begin(&e, in, noon.Add(time.Second))
+	require.NoError(t, err)
+	require.True(t, write)
+	require.Equal(t, e.Key, claimed.Key)
+	require.Equal(t, 1, claimed.Generation)
+	require.EqualValues(t, 1, claimed.Fence)
+	require.True(t, returned.FirstSend.IsZero(), "nobody can have sent it")
+}
+
+func TestEnlistLeavesAnEntryOfTheSameRequestAlone(t *testing.T) {
+	other := payment("1")
+	other.Shape = sha256.Sum256([]byte("POST /v1/refunds 40"))
+	for name, state := range map[string][]func(e *journal.Entry){"claimed": some(), "free": some(free), "done": some(done)} {
+		old := pendingEntry(t, state...)
+		before := old
+		e, write, err := rules.Enlist(&old, payment("1"), noon.Add(time.Hour))
+		require.NoError(t, err, name)
+		require.False(t, write, name)
+		require.Equal(t, before, e, name)
+		e, write, err = rules.Enlist(&old, other, noon.Add(time.Hour))
+		require.ErrorIs(t, err, journal.ErrMismatch, name)
+		require.False(t, write, name)
+		require.Equal(t, before, e, name)
+		require.Equal(t, before, old, name)
+	}
+}
+
+func TestEnlistOfARefusedOperationIsTheNextGeneration(t *testing.T) {
+	old := pendingEntry(t, refused)
+	in := payment("1")
+	in.Content = digest("another card")
+	e, write, err := rules.Enlist(&old, in, noon.Add(time.Hour))
+	require.NoError(t, err)
+	require.True(t, write)
+	require.Equal(t, journal.Entry{
+		Operation: in.Operation, Generation: 2, Key: in.NextKey, Fingerprint: rules.Secret.Fingerprint(in.Shape, in.Content),
+		Created: noon.Add(time.Hour).Truncate(time.Microsecond), Window: in.Window, Fence: old.Fence,
+	}, e)
+}
+
+// What is left of a finished entry, by the time since it was finished.
+func TestSweepIsATable(t *testing.T) {
+	const (
+		us     = time.Microsecond
+		window = 24 * time.Hour
+		days   = 24 * time.Hour
+	)
+	full := func(e *journal.Entry) { e.Request, e.Answer = []byte("request"), []byte("answer") }
+	for _, c := range []struct {
+		name          string
+		e             []func(e *journal.Entry)
+		keep, since   time.Duration
+		write, remove bool
+	}{
+		{"within the window", some(done, full), 0, window - us, false, false},
+		{"the window ends", some(done, full), 0, window, true, false},
+		{"nothing to take out", some(done), 0, window, false, false},
+		{"refused", some(refused, full), 0, window, true, false},
+		{"only a request", some(done, func(e *journal.Entry) { e.Request = []byte("request") }), 0, window, true, false},
+		{"only an answer", some(done, func(e *journal.Entry) { e.Answer = []byte("answer") }), 0, window, true, false},
+		{"400 days, less a microsecond", some(done), 0, 400*days - us, false, false},
+		{"400 days", some(done), 0, 400 * days, false, true},
+		{"400 days, never swept before", some(refused, full), 0, 400 * days, false, true},
+		{"less than nothing is 400 days", some(done), -1, 400*days - us, false, false},
+		{"keep, less a microsecond", some(done), 30 * days, 30*days - us, false, false},
+		{"keep", some(done), 30 * days, 30 * days, false, true},
+		{"keep is shorter than the window, within", some(done, full), us, window - us, false, false},
+		{"keep is shorter than the window, after", some(done, full), us, window, false, true},
+		{"no window", some(done, full, func(e *journal.Entry) { e.Window = 0 }), 0, 0, true, false},
+		{"pending", some(full), us, 1000 * days, false, false},
+		{"pending, free", some(free, full), us, 1000 * days, false, false},
+		{"delivery, before it expires", some(delivery, done, full), us, time.Hour - us, false, false},
+		{"delivery expires", some(delivery, done, full), 0, time.Hour, false, true},
+		{"delivery expires, pending", some(delivery), 0, time.Hour, false, true},
+		{"delivery expires, refused", some(delivery, refused), 0, time.Hour, false, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			e := pendingEntry(t, c.e...)
+			left, write, remove := rules.Sweep(e, c.keep, noon.Truncate(us).Add(c.since))
+			require.Equal(t, c.write, write)
+			require.Equal(t, c.remove, remove)
+			if write {
+				e.Request, e.Answer = nil, nil
+			}
+			require.Equal(t, e, left, "the tombstone has all the rest")
+		})
+	}
+}
+
+func TestDecideChecksItsArgumentsFirstAndNotesTheWord(t *testing.T) {
+	const longest = 1000
+	ok := journal.Decision{State: journal.Done, Reason: "r"}
+	for name, c := range map[string]struct {
+		d     journal.Decision
+		names []string
+	}{
+		"state":   {journal.Decision{State: journal.Pending, Reason: "r"}, []string{"Decision.State", "pending", "done or refused"}},
+		"states":  {journal.Decision{State: 7, Reason: "r"}, []string{"Decision.State", "state 7", "done or refused"}},
+		"abandon": {journal.Decision{State: journal.Done, Abandon: true, Reason: "r"}, []string{"Decision.State", "done", "Abandon", "refused"}},
+		"none":    {journal.Decision{State: journal.Done}, []string{"Decision.Reason", "0 bytes", "1 to 1000"}},
+		"long":    {journal.Decision{State: journal.Done, Reason: strings.Repeat("r", longest+1)}, []string{"Decision.Reason", "1001 bytes", "1 to 1000"}},
+	} {
+		_, err := rules.Decide(nil, c.d, noon)
+		require.ErrorIs(t, err, journal.ErrInvalid, name)
+		for _, s := range c.names {
+			require.ErrorContains(t, err, s, name)
+		}
+	}
+	_, err := rules.Decide(nil, ok, noon)
+	require.ErrorIs(t, err, journal.ErrNotFound)
+
+	e := pendingEntry(t)
+	_, err = rules.Decide(&e, ok, noon.Add(time.Minute-time.Microsecond))
+	require.ErrorIs(t, err, journal.ErrClaimed)
+	ok.Reason = strings.Repeat("r", longest)
+	got, err := rules.Decide(&e, ok, noon.Add(time.Minute))
+	require.NoError(t, err)
+	require.Equal(t, "executed", got.Decision)
+	require.Greater(t, got.Fence, e.Fence)
+
+	known := pendingEntry(t, free, func(e *journal.Entry) { e.Reference = "pi_1" })
+	for word, c := range map[string]struct {
+		d         journal.Decision
+		reference string
+	}{
+		"executed":  {journal.Decision{State: journal.Done, Reference: "pi_2", Reason: "r"}, "pi_2"},
+		"refused":   {journal.Decision{State: journal.Refused, Reason: "r"}, "pi_1"},
+		"abandoned": {journal.Decision{State: journal.Refused, Abandon: true, Reason: "r"}, "pi_1"},
+	} {
+		old := known
+		got, err := rules.Decide(&old, c.d, noon.Add(time.Hour))
+		require.NoError(t, err)
+		require.Equal(t, known, old, "old is not changed")
+		want := known
+		want.State, want.Decision, want.Reason, want.Reference = c.d.State, word, "r", c.reference
+		want.Finished, want.Fence = noon.Add(time.Hour).Truncate(time.Microsecond), known.Fence+1
+		require.Equal(t, want, got)
+	}
+	for _, edit := range []func(e *journal.Entry){done, refused} {
+		e := pendingEntry(t, edit)
+		_, err = rules.Decide(&e, ok, noon)
+		require.ErrorIs(t, err, journal.ErrFinished)
+	}
+}
+
+func TestFirstSendIsTheStartOnlyOfANewEntryThatWasStartedBefore(t *testing.T) {
+	in := payment("1")
+	for _, c := range []struct {
+		started, want time.Time
+	}{
+		{time.Time{}, time.Time{}},
+		{noon.Add(-time.Hour), noon.Add(-time.Hour).Truncate(time.Microsecond)},
+		{noon.Add(time.Hour), time.Time{}}, // a clock that is ahead would widen the window
+	} {
+		in.Started = c.started
+		stored, returned, _, err := rules.Begin(nil, in, noon)
+		require.NoError(t, err)
+		require.Equal(t, c.want, returned.FirstSend)
+		if c.want.IsZero() {
+			c.want = noon.Truncate(time.Microsecond)
+		}
+		require.Equal(t, c.want, stored.FirstSend)
+	}
+	old := pendingEntry(t, refused)
+	in.Started = noon.Add(-time.Hour)
+	_, returned, _, err := rules.Begin(&old, in, noon)
+	require.NoError(t, err)
+	require.True(t, returned.FirstSend.IsZero(), "the next key was not sent before")
+}
+
+func TestALeaseOfNothingIs30Seconds(t *testing.T) {
+	r := journal.Rules{Owner: "me"}
+	e, _, _, err := r.Begin(nil, payment("1"), noon)
+	require.NoError(t, err)
+	require.Equal(t, noon.Truncate(time.Microsecond).Add(30*time.Second), e.Lease)
+	require.True(t, e.Claimed(e.Lease.Add(-1)))
+	require.False(t, e.Claimed(e.Lease))
+	e.Owner = ""
+	require.False(t, e.Claimed(noon), "nobody has it")
+	require.Equal(t, 30*time.Second, journal.DefaultLease)
+	require.Equal(t, 400*24*time.Hour, journal.DefaultKeep)
+}
+
+func TestIntentsAreChecked(t *testing.T) {
+	text := func(n int) string { return strings.Repeat("x", n) }
+	for _, c := range []struct {
+		name  string
+		edit  func(in *journal.Intent)
+		names []string // nil: it is fine
+	}{
+		{"as it is", func(*journal.Intent) {}, nil},
+		{"no scope", func(in *journal.Intent) { in.Scope = "" }, nil},
+		{"longest", func(in *journal.Intent) {
+			in.Scope, in.Name, in.ID, in.Key, in.NextKey = text(255), text(255), text(255), text(255), text(255)
+		}, nil},
+		{"long scope", func(in *journal.Intent) { in.Scope = text(256) }, []string{"Intent.Scope", "256", "0 to 255"}},
+		{"no name", func(in *journal.Intent) { in.Name = "" }, []string{"Intent.Name", "0 bytes", "1 to 255"}},
+		{"long name", func(in *journal.Intent) { in.Name = text(256) }, []string{"Intent.Name", "256", "1 to 255"}},
+		{"no id", func(in *journal.Intent) { in.ID = "" }, []string{"Intent.ID", "0 bytes", "1 to 255"}},
+		{"long id", func(in *journal.Intent) { in.ID = text(256) }, []string{"Intent.ID", "256", "1 to 255"}},
+		{"no key", func(in *journal.Intent) { in.Key = "" }, []string{"Intent.Key"}},
+		{"long key", func(in *journal.Intent) { in.Key = text(256) }, []string{"Intent.Key", "256", "255"}},
+		{"no next key", func(in *journal.Intent) { in.NextKey = "" }, []string{"NextKey"}},
+		{"long next key", func(in *journal.Intent) { in.NextKey = text(256) }, []string{"Intent.NextKey", "256", "255"}},
+		{"no window", func(in *journal.Intent) { in.Window = 0 }, nil},
+		{"negative window", func(in *journal.Intent) { in.Window = -time.Second }, []string{"Intent.Window", "-1s", "0"}},
+		{"negative resumes", func(in *journal.Intent) { in.MaxResumes = -2 }, []string{"Intent.MaxResumes", "-2", "0"}},
+		{"delivery without keys", func(in *journal.Intent) { in.Key, in.NextKey, in.Expires = "", "", noon }, nil},
+		{"delivery with keys", func(in *journal.Intent) { in.Expires = noon }, nil},
+		{"delivery with a long key", func(in *journal.Intent) { in.Key, in.Expires = text(256), noon }, []string{"Intent.Key", "256", "255"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			in := payment("1")
+			c.edit(&in)
+			err := in.Check()
+			if c.names == nil {
+				require.NoError(t, err)
+				return
+			}
+			require.ErrorIs(t, err, journal.ErrInvalid)
+			for _, s := range c.names {
+				require.ErrorContains(t, err, s)
+			}
+		})
+	}
+}
+
+func TestStatesAndOperationsPrintThemselves(t *testing.T) {
+	require.Equal(t, "pending done refused state 3 state -1", fmt.Sprint(journal.Pending, " ", journal.Done, " ", journal.Refused, " ", journal.State(3), " ", journal.State(-1)))
+	require.Equal(t, "pay/order-7", journal.Operation{Name: "pay", ID: "order-7"}.String())
+	require.Equal(t, `pay/order-7 of "acct\n1"`, journal.Operation{Scope: "acct\n1", Name: "pay", ID: "order-7"}.String())
+}
