@@ -96,7 +96,7 @@ func (o *operation) attempt(now time.Time) (result, error) {
 	o.discarded(0, nil, nil)
 	if !o.wasSent {
 		first := a.start
-		if o.cell != nil {
+		if o.cell != nil && o.record() == nil {
 			first = o.cell.sent(first)
 		}
 		o.noteSend(first)
@@ -156,8 +156,38 @@ func (a *attempt) build() error {
 	}
 	a.req.Body = rc
 	if o.t.Prepare != nil && !o.abroad() {
-		return a.prepare()
+		if err := a.prepare(); err != nil {
+			return err
+		}
 	}
+	if err := a.lacks(); err != nil {
+		closeBody(a.req.Body)
+		return err
+	}
+	return a.guard()
+}
+
+// guard looks at the age of a named operation's key once more, as hooks and
+// Prepare may have taken long, and stops the body if the key expires between
+// here and the write: a machine may sleep there, and another process may have
+// sent the key meanwhile.
+func (a *attempt) guard() error {
+	o := a.o
+	if o.cell == nil || !o.keyed || o.t.policy.KeyWindow == 0 {
+		return nil
+	}
+	if o.expired(time.Now()) {
+		closeBody(a.req.Body)
+		return ErrKeyExpired
+	}
+	if o.body.kind == noBody {
+		return nil
+	}
+	if a.body == nil {
+		a.body = reading(a.req.Body, a.req.Body, o.body.length)
+		a.req.Body = a.body
+	}
+	a.body.expired = func() bool { return o.expired(time.Now()) }
 	return nil
 }
 
@@ -664,7 +694,7 @@ func (b *answerBody) Read(p []byte) (int, error) {
 	}
 	n, err := b.rest.Read(p)
 	if err != nil {
-		b.free()
+		b.free(err == io.EOF)
 	}
 	return n, err
 }
@@ -674,15 +704,16 @@ func (b *answerBody) Close() error {
 		return nil
 	}
 	err := b.rest.Close()
-	b.free()
+	b.free(false)
 	return err
 }
 
-func (b *answerBody) free() {
+func (b *answerBody) free(whole bool) {
 	if b.freed.Swap(true) {
 		return
 	}
 	b.a.release()
+	b.a.o.answerEnded(whole)
 	if b.holdsGate {
 		b.a.o.t.gates.leave(b.a.o.gate())
 	}

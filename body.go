@@ -469,6 +469,8 @@ type attemptBody struct {
 	c      io.Closer
 	length int64
 
+	expired func() bool // the key has; nil: that does not matter
+
 	mu     sync.Mutex // guards what follows
 	read   int64
 	seen   *maphash.Hash // of what was read; nil: nobody will ask
@@ -492,6 +494,10 @@ func (a *attemptBody) Read(p []byte) (int, error) {
 	n, err := a.r.Read(p)
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	if a.expired != nil && a.expired() {
+		a.err = ErrKeyExpired
+		return 0, a.err
+	}
 	if a.closed {
 		return 0, errors.New("idem: read of a request body after Close")
 	}

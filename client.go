@@ -37,7 +37,8 @@ func (c *Client) StandardClient() *http.Client {
 // [*Error] where the operation ended for a Reason (also where there is an
 // answer: the Error has its status, header and body) or without an answer.
 // Every other answer, a plain 4xx included, is a response, and its body must
-// be closed. [ReportOf] has the report of a response.
+// be closed; so is an answer that the Journal could not note (ErrJournal in the
+// report). [ReportOf] has the report of a response.
 //
 // A body that could not follow a 307 or 308 is made to, within
 // Policy.MaxRequestBuffer.
@@ -47,6 +48,20 @@ func (c *Client) Do(req *http.Request) (*http.Response, error) {
 	if req == nil || req.URL == nil || req.RequestURI != "" {
 		return t.refuse(req)
 	}
+	resp, err := c.exchange(req)
+	if err != nil {
+		return nil, err
+	}
+	if r := ReportOf(resp); r != nil && r.Reason != nil && !errors.Is(r.Reason, ErrJournal) { // a journal that failed takes no answer away
+		return nil, errorOf(resp, r)
+	}
+	return resp, nil
+}
+
+// exchange sends req through an http.Client and makes an Error of each of its
+// errors: those of http.Client print the whole URL.
+func (c *Client) exchange(req *http.Request) (*http.Response, error) {
+	t := c.transport()
 	req, finish, err := withGetBody(req, t)
 	if err != nil {
 		return nil, err
@@ -68,12 +83,9 @@ func (c *Client) Do(req *http.Request) (*http.Response, error) {
 		e = &Error{Last: quiet(err, longestFirst(secrets))}
 		if last != nil { // http.Client could not follow a redirect, or followed too many
 			e.Report, e.Header = last.report.copy(), last.lastHeader()
-			e.StatusCode = e.Attempts[len(e.Attempts)-1].Status
+			e.StatusCode = last.resp.StatusCode
 		}
 		return nil, e
-	}
-	if r := ReportOf(resp); r != nil && r.Reason != nil {
-		return nil, errorOf(resp, r)
 	}
 	return resp, nil
 }

@@ -29,6 +29,10 @@
 // worker or after a crash, should name its Operation: a fresh key dies with the
 // call, unless it is taken out of the [Error] and given to WithKey.
 //
+// With [Transport.Journal] the key of a named operation is durable before the
+// first byte is sent: after a crash the same operation goes on with the same
+// key, and [Client.Resume] finishes what was left behind.
+//
 // # What you get back
 //
 // A response, or an [*Error]. [OutcomeOf] tells [Executed], [Refused],
@@ -42,7 +46,9 @@
 // base RoundTripper, counted from 1; a send is one request on the wire; a
 // retry is an attempt after the first. An effect is what really happened at the
 // server; the outcome is what the client knows about it. In progress: the
-// server still works on the key. Replay: it returns the stored result.
+// server still works on the key. Replay: it returns the stored result. The
+// journal remembers operations across processes, in one entry each; who works
+// on an entry holds a claim for the time of a lease, and the fence counts claims.
 //
 // # Classification
 //

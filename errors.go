@@ -37,6 +37,12 @@ var (
 	// forgotten the key and would do the work again.
 	ErrKeyExpired = errors.New("idem: key window has passed")
 
+	// ErrJournal: Transport.Journal failed. Where it could not write before
+	// the first send, nothing was sent. Where it failed after the answer, the
+	// answer stands (Report.Reason beside a response), and the entry stays
+	// pending, to be resumed with the same key. The cause is wrapped.
+	ErrJournal = errors.New("idem: journal failed")
+
 	// From the answer of the server, or known before asking it.
 
 	// ErrKeyReused: the key belongs to another request. Either the same key
@@ -44,11 +50,14 @@ var (
 	// sent), or the server said so.
 	ErrKeyReused = errors.New("idem: key reused for another request")
 	// ErrInProgress: the server still works on the first request with this
-	// key, and the waits that the policy allows are over.
+	// key, and the waits that the policy allows are over; or another process
+	// that shares the Journal works on the operation.
 	ErrInProgress = errors.New("idem: operation still in progress at the server")
 	// ErrAlreadyDone: the server did the work under this key earlier and
-	// does not replay the answer. Report.Reference has the resource's id
-	// where the dialect knows its place.
+	// does not replay the answer; or the Journal knows that it is done, and the
+	// key window in which the server would replay the answer has passed.
+	// Report.Reference has the resource's id where the dialect knows its
+	// place.
 	ErrAlreadyDone = errors.New("idem: operation already done")
 
 	// The retries ended.
@@ -143,7 +152,12 @@ func (e *Error) next() string {
 	case errors.Is(e.Reason, ErrKeyExpired):
 		return "do not send it again: look it up at the provider"
 	case errors.Is(e.Reason, ErrAlreadyDone):
+		if e.Reference != "" {
+			return "read resource " + strconv.Quote(e.Reference) + " at the provider"
+		}
 		return "read the resource at the provider"
+	case errors.Is(e.Reason, ErrJournal) && len(e.Attempts) == 0:
+		return "this call sent nothing; mend the journal, then call again with the same operation"
 	}
 	switch e.Outcome {
 	case Unknown:
@@ -247,7 +261,7 @@ func scopeChanged(from, to string) error {
 func shownReason(err error) string {
 	for _, own := range [...]error{
 		ErrInvalid, ErrKeyInvalid, ErrScopeChanged, ErrRedirectRefused, ErrKeyExpired, ErrKeyReused, ErrInProgress, ErrAlreadyDone,
-		ErrAttemptsExhausted, ErrTimeExhausted, ErrBudgetExhausted, ErrRetryAfterTooLong, ErrBodyNotReplayable, ErrBodyChanged,
+		ErrAttemptsExhausted, ErrTimeExhausted, ErrBudgetExhausted, ErrRetryAfterTooLong, ErrBodyNotReplayable, ErrBodyChanged, ErrJournal,
 	} {
 		if errors.Is(err, own) {
 			return strings.TrimPrefix(err.Error(), "idem: ")

@@ -4,6 +4,8 @@ import (
 	"context"
 	"log/slog"
 	"time"
+
+	"github.com/idem-go/idem/journal"
 )
 
 // Hooks are called at the points of an operation, in the manner of
@@ -23,6 +25,9 @@ type Hooks struct {
 	Waiting func(ctx context.Context, r *Report, a Attempt)
 	// Done runs once for each RoundTrip, when its report is complete.
 	Done func(ctx context.Context, r *Report)
+	// Resumed runs after each entry that [Client.Resume] has dealt with; r is
+	// what it has done so far.
+	Resumed func(ctx context.Context, op journal.Operation, r Resumed)
 }
 
 // SlogHooks logs to l: attempts and waits at debug level, with the key
@@ -71,6 +76,10 @@ func SlogHooks(l *slog.Logger) Hooks {
 				level = slog.LevelDebug
 			}
 			logger().LogAttrs(ctx, level, "idem: operation ended", r.attrs()...)
+		},
+		Resumed: func(ctx context.Context, op journal.Operation, r Resumed) {
+			logger().LogAttrs(ctx, slog.LevelDebug, "idem: entry resumed",
+				slog.String("operation", op.Name+"/"+op.ID), slog.String("so_far", r.String()))
 		},
 	}
 }

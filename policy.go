@@ -1,6 +1,7 @@
 package idem
 
 import (
+	"errors"
 	"math"
 	"math/rand/v2"
 	"net/http"
@@ -52,6 +53,18 @@ type Policy struct {
 	// ErrKeyExpired. 0: the dialect's; where that states none, an
 	// Operation with Started demands one.
 	KeyWindow time.Duration
+	// MaxResumes is how often [Client.Resume] sends one entry again without
+	// coming to an orderly end with it; then the entry needs a person's
+	// attention. It ends crash loops. 0: 5.
+	MaxResumes int
+	// ResumePace is the least time from the start of one resumed operation to
+	// that of the next. 0: 50 ms; negative: off.
+	ResumePace time.Duration
+	// ResumeWait is how long a resume waits in all for claims of others to end:
+	// a process that crashed leaves claims behind that hold for a lease. Whoever
+	// renews its claim is alive, and its entry is skipped. 0: 1 min;
+	// negative: claimed entries are skipped at once.
+	ResumeWait time.Duration
 	// MaxRequestBuffer is the longest body, in bytes, that is read into
 	// memory so that it can be sent again; bodies with GetBody, files and
 	// in-memory readers need none. A longer one is streamed and gets one
@@ -113,6 +126,9 @@ const (
 	defaultBackoffBase    = 50 * time.Millisecond
 	defaultBackoffCap     = 20 * time.Second
 	defaultThrottleBase   = time.Second
+	defaultMaxResumes     = 5
+	defaultResumePace     = 50 * time.Millisecond
+	defaultResumeWait     = time.Minute
 	defaultBuffer         = 1 << 20
 
 	drainBytes = 64 << 10               // how much of a discarded answer is read so that its connection can be used again
@@ -136,6 +152,8 @@ func (p Policy) resolved(d *Dialect) (Policy, error) {
 		{"Policy.BackoffCap", &p.BackoffCap, defaultBackoffCap, false},
 		{"Policy.ThrottleBase", &p.ThrottleBase, defaultThrottleBase, false},
 		{"Policy.KeyWindow", &p.KeyWindow, d.KeyWindow, false},
+		{"Policy.ResumePace", &p.ResumePace, defaultResumePace, true},
+		{"Policy.ResumeWait", &p.ResumeWait, defaultResumeWait, true},
 	} {
 		switch {
 		case *f.field == 0:
@@ -151,6 +169,8 @@ func (p Policy) resolved(d *Dialect) (Policy, error) {
 		return p, invalid("Policy.MaxAttempts", "is %d; the least is 1 (0: %d)", p.MaxAttempts, defaultMaxAttempts)
 	case p.MaxInProgress < 0:
 		return p, invalid("Policy.MaxInProgress", "is %d; the least is 1 (0: %d)", p.MaxInProgress, defaultMaxInProgress)
+	case p.MaxResumes < 0:
+		return p, invalid("Policy.MaxResumes", "is %d; the least is 1 (0: %d)", p.MaxResumes, defaultMaxResumes)
 	case p.BackoffBase < time.Millisecond:
 		return p, invalid("Policy.BackoffBase", "is %v; the least is 1ms", p.BackoffBase)
 	case p.ThrottleBase < time.Millisecond:
@@ -165,6 +185,9 @@ func (p Policy) resolved(d *Dialect) (Policy, error) {
 	}
 	if p.MaxInProgress == 0 {
 		p.MaxInProgress = defaultMaxInProgress
+	}
+	if p.MaxResumes == 0 {
+		p.MaxResumes = defaultMaxResumes
 	}
 	for _, n := range []*int64{&p.MaxRequestBuffer, &p.MaxResponseBuffer} {
 		switch {
@@ -286,6 +309,9 @@ func rule(r *result, c circumstances) ruling {
 	}
 	switch {
 	case r.err != nil && r.permanent:
+		if errors.Is(r.err, ErrKeyExpired) { // of the body, as it was about to be sent
+			out.reason = ErrKeyExpired
+		}
 		return out
 	case r.err != nil:
 		if r.staleReused && c.repeatable {

@@ -47,6 +47,12 @@ func (o *operation) mayStart() (time.Time, error) {
 	if o.now != nil || o.isHop {
 		now = time.Now()
 	}
+	if o.record() != nil {
+		if err := o.stillHeld(now); err != nil {
+			return now, err
+		}
+		now = time.Now() // the store may have taken long
+	}
 	switch {
 	case o.Err() != nil:
 		return now, o.cancelled()
@@ -273,6 +279,9 @@ func (o *operation) end(resp *http.Response, reason error) (*http.Response, erro
 			o.minted = false // another call under this context may do it
 		}
 		r.Outcome = fold(r.Attempts, o.minted)
+		if o.record() != nil {
+			o.conclude(resp)
+		}
 	}
 	o.settle(resp != nil)
 	o.body.finish(resp != nil)

@@ -2,6 +2,8 @@ package idem
 
 import (
 	"context"
+	"crypto/cipher"
+	"fmt"
 	"math"
 	"net/http"
 	"net/url"
@@ -10,6 +12,8 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+
+	"github.com/idem-go/idem/journal"
 )
 
 // Transport is an http.RoundTripper that makes calls safe to repeat. It gives
@@ -48,6 +52,21 @@ type Transport struct {
 	AllowRedirect func(from, to *url.URL) bool
 	// Hooks observe. Zero: nobody does.
 	Hooks Hooks
+	// Journal remembers the operations that [WithOperation] names, so that
+	// their keys survive the process: the key is durable before the first
+	// byte is sent, and a journal that cannot write means that nothing is sent
+	// (ErrJournal). It needs a Policy.KeyWindow or a Dialect that states one.
+	// Other requests are not journalled. nil: nothing is remembered.
+	Journal journal.Journal
+	// Seal encrypts what the Journal stores beyond keys and digests: the
+	// request, so that [Client.Resume] needs nobody to build it, and the answer
+	// of an operation that is done, so that a repeated call gets it back. Stored
+	// are bodies within the buffer limits, and of the request's header what says
+	// what the request means (Content-*, Accept, Prefer, If-Match, *-Version); no
+	// credential, no Set-Cookie. What else the header had, Prepare must bring
+	// again before a stored request is resumed (ErrInvalid). Nonces are random: with AES-GCM change the AEAD's key before
+	// 2^32 operations. nil: no body is stored.
+	Seal cipher.AEAD
 
 	setup   sync.Once // fills the rest
 	base    http.RoundTripper
@@ -94,7 +113,24 @@ func (t *Transport) resolve() {
 		if t.dialect, t.invalid = t.Dialect.resolved(); t.invalid == nil {
 			t.policy, t.invalid = t.Policy.resolved(&t.dialect)
 		}
+		if t.invalid == nil {
+			t.invalid = t.checkJournal()
+		}
 	})
+}
+
+// checkJournal refuses a journal that could not keep its promise.
+func (t *Transport) checkJournal() error {
+	switch {
+	case t.Journal == nil && t.Seal != nil:
+		return invalid("Transport.Seal", "is set, but there is no Journal that would store anything")
+	case t.Journal == nil:
+	case t.dialect.Header == "":
+		return invalid("Transport.Journal", "is set, but dialect %q has no header for keys, so that nothing could be repeated", t.dialect.Name)
+	case t.policy.KeyWindow == 0:
+		return invalid("Policy.KeyWindow", "is not set and dialect %q states none; a Journal needs it: set how long the provider's documentation says that it remembers a key", t.dialect.Name)
+	}
+	return nil
 }
 
 // RoundTrip sends req, as often as the policy allows, and returns the last
@@ -112,6 +148,9 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	defer o.abandon()
 	if err := o.begin(); err != nil {
 		return o.end(nil, err)
+	}
+	if o.resp != nil { // the journal has the answer
+		return o.end(o.resp, nil)
 	}
 	return o.run()
 }
@@ -231,13 +270,14 @@ func (o *operation) Value(key any) any {
 // chances that came and went; each comes once.
 type chances struct{ prepared, expectDropped, reconnected bool }
 
-// aftermath is what is kept of an operation that goes wrong.
+// aftermath is what is kept of an operation that goes wrong, or is journalled.
 type aftermath struct {
 	status int // of the last attempt's answer, if it was read and discarded
 	header http.Header
 	body   []byte
 	ended  error // the caller's ctx.Err(), or DeadlineExceeded
 	waits  generator
+	record *record // what the journal has of it; nil: it is not journalled
 }
 
 func (o *operation) aftermath() *aftermath {
@@ -277,8 +317,8 @@ func (o *operation) noteSend(at time.Time) {
 	o.sentFirst, o.wasSent = max(-elapsed(at, o.started), -math.MaxInt64/2), true // so that its age can be reckoned
 }
 
-// begin checks the request and chooses its key. An operation begins here and
-// ends in end: a durable memory of operations goes in between the two.
+// begin checks the request, chooses its key, and opens its entry in the
+// journal, which end closes.
 func (o *operation) begin() error {
 	t, req := o.t, o.req
 	o.body.own.rc = req.Body
@@ -299,10 +339,10 @@ func (o *operation) begin() error {
 	o.started = time.Now()
 	switch {
 	case previous == nil:
-		if t.Scope != nil {
-			o.scope = t.Scope(req)
+		o.scope = o.scopeOf(req)
+		if err = o.chooseKey(); err == nil && o.record() == nil && o.Context.Value(resuming{}) != nil {
+			err = fmt.Errorf("%w: the request of the resume is a %s, which gets no key", ErrKeyReused, o.method())
 		}
-		err = o.chooseKey()
 	case o.continues(previous):
 		err = o.follow(previous)
 	default:
@@ -328,10 +368,22 @@ func (o *operation) begin() error {
 			return err
 		}
 	}
-	if !o.keyed || o.minted {
+	if !o.keyed || o.minted && o.record() == nil {
 		return nil // a minted key meets nobody
 	}
 	return o.claimKey()
+}
+
+// scopeOf asks for the scope. What it looks at comes with Prepare where the
+// request was stored; that of the entry is held to it then.
+func (o *operation) scopeOf(req *http.Request) string {
+	switch re, _ := o.Context.Value(resuming{}).(*resumption); {
+	case o.t.Scope == nil:
+		return ""
+	case re != nil && re.sealed && o.t.Prepare != nil:
+		return re.scope
+	}
+	return o.t.Scope(req)
 }
 
 // named reports whether the caller, or the code between, brought a key.
@@ -389,6 +441,9 @@ func (o *operation) chooseKey() error {
 			return err
 		}
 		o.cell = c
+		if o.t.Journal != nil {
+			o.aftermath().record = &record{gate: gateKey{o.scope, written(u, d.MaxKey)}}
+		}
 		return o.setKey(written(u, d.MaxKey), "operation")
 	}
 	if c, _ := o.Context.Value(keyCell{}).(*cell); c != nil {
@@ -440,6 +495,9 @@ func (o *operation) claimKey() error {
 		return err
 	}
 	o.inGate = true
+	if o.record() != nil {
+		return o.open()
+	}
 	if o.isHop {
 		return nil
 	}
@@ -476,6 +534,9 @@ func (o *operation) follow(previous *operation) error {
 	o.inherit(previous)
 	o.keyed = previous.keyed
 	o.request, o.cell = previous.request, previous.cell
+	if rec := previous.record(); rec != nil {
+		o.aftermath().record = &record{gate: rec.gate, fence: rec.entry.Fence}
+	}
 	carries := o.keyed || o.req.Body != nil && o.req.Body != http.NoBody
 	from, to := previous.req.URL, o.req.URL
 	if carries && o.target() != originOf(from) && (o.t.AllowRedirect == nil || !o.t.AllowRedirect(from, to)) {
@@ -523,6 +584,9 @@ func (o *operation) abandon() {
 		o.now.release()
 	}
 	_ = o.body.own.Close()
+	if rec := o.record(); rec != nil && rec.claimed() {
+		_ = rec.release(o, journal.Note{})
+	}
 }
 
 // leave hands the turn of the key on, unless a streamed answer still has it.
@@ -537,7 +601,12 @@ func (o *operation) method() string { return method(o.req) }
 
 func (o *operation) target() origin { return originOf(o.req.URL) }
 
-func (o *operation) gate() gateKey { return gateKey{o.scope, o.report.Key} }
+func (o *operation) gate() gateKey {
+	if rec := o.record(); rec != nil {
+		return rec.gate
+	}
+	return gateKey{o.scope, o.report.Key}
+}
 
 // abroad reports whether the request goes to another origin than the
 // operation's first one.
