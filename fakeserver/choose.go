@@ -100,12 +100,15 @@ func (s *Server) Script(key string, faults ...Fault) error {
 
 func numbered(i int, err error) error { return fmt.Errorf("%w (number %d)", err, i+1) }
 
-// ClearFaults removes every injected fault and every script. What already happens to a send goes on.
+// ClearFaults removes every injected fault and every script, also those of deliveries. What already happens to a send or a
+// delivery goes on.
 func (s *Server) ClearFaults() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.faults = nil
 	clear(s.scripts)
+	s.events.faults = nil
+	clear(s.events.scripts)
 }
 
 // choose finds the one fault of a send; nil = none. s.mu is held.

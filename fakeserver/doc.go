@@ -111,6 +111,49 @@
 // for a proxy that refuses. [Server.Restart] ends all connections at once. [Mixed] and [Storm] are ready mixes for load
 // tests.
 //
+// # Events
+//
+// [Server.Register] adds an endpoint, which is told of every effect from then on, at least once: signed, and again on a
+// schedule until it answers 2xx. [Server.Deliveries] lists what was sent, [Server.Events] what became of it, both by
+// effect, and [Server.AwaitEvents] waits until all have ended.
+//
+//	effect        event
+//	payment       payment.succeeded
+//	status        payment.captured, payment.disputed or payment.succeeded
+//	refund        refund.succeeded
+//	reservation   reservation.confirmed
+//	cancellation  reservation.cancelled
+//	upload        upload.stored
+//	handled       request.handled
+//
+// The event is made in the same locked step as the effect, so it may arrive before the answer to the client, and a
+// [Server.Restart] does not lose it. Its content is thin: what the ledger knows of the effect. Any other answer than 2xx is a
+// failure, a redirect too; so are no answer within [Endpoint].Timeout and a connection that breaks. A Retry-After makes the
+// wait longer, up to a day. With [StandardWebhooks] a 410 ends the endpoint.
+//
+// An attempt meets at most one [DeliveryFault]: the step of a [Server.ScriptDeliveries], or else the first match among
+// those of [Server.InjectDeliveries]. The table says how many deliveries there are if the first attempt meets the fault, what
+// an endpoint answers that looks at size, signature and time (5 minutes) and remembers ids, and how often it should act. Of
+// an other-source the second is at the other endpoint.
+//
+//	kind              number, answers, actions
+//	twice             2  200 200  1  a copy, at the same time or later, signed at another second
+//	replayed          2  200 400  1  the same bytes again, here when they are too old
+//	other-body        2  200 200  1  the same id with another body
+//	other-id          2  200 200  2  the same event under two ids
+//	other-source      2  200 200  2  the same id from another source, for another event
+//	reordered         1  200      1  behind a later event
+//	delayed           2  400 200  1  signed long before it arrives
+//	old-timestamp     2  400 200  1  signed for a time that is too long ago
+//	future-timestamp  2  400 200  1  signed for a time to come
+//	forged            2  401 200  1  a stranger's, with a wrong secret
+//	unsigned          2  401 200  1  a stranger's, without a signature
+//	reencoded         2  401 200  1  the same JSON in other bytes
+//	lost-answer       2  200 200  1  the answer is reset
+//	huge              2  413 200  1  10 MiB
+//
+// [MixedDeliveries] is a ready mix for load tests.
+//
 // # What it does not do
 //
 //   - No packets: no loss, no reordering, no bandwidth. A black hole is a dial that never returns; in memory a reset is an
@@ -122,9 +165,13 @@
 //   - Effects are atomic: there is no half-done one, and no rollback.
 //   - The JSON routes take no notice of Content-Type, unknown fields, or the key order of a body: two spellings of one
 //     object are two payloads.
-//   - The status of a payment is a word without rules, there are no events, and a room is free or not, whatever the date.
+//   - The status of a payment is a word without rules, and a room is free or not, whatever the date.
+//   - Events: no ed25519 signatures (v1a), no jitter in the schedule, no HTTP/2 and no kept connections to endpoints, no
+//     choice of event types, no list of events for clients, no api_version. Failures, declines for example, are no events. A
+//     slow or failing endpoint is never throttled, and only a 410 ends it. Restart loses no event, and sends none twice by itself.
 //   - The network re-delivers only by a duplicate fault, and a request lost to a stale or frozen connection is not among
 //     the sends.
-//   - The delays of faults follow time.Now (virtual or real), never [Server.Advance].
-//   - Keys, sends and effects are kept in memory without a limit; [Settings].ForgetHeaders saves most of it.
+//   - The delays of faults and of redeliveries follow time.Now (virtual or real), never [Server.Advance]. The times that
+//     are signed follow Advance.
+//   - Keys, sends, effects, events and deliveries are kept in memory without a limit; [Settings].ForgetHeaders saves most of it.
 package fakeserver

@@ -408,14 +408,14 @@ func (f *Fault) UnmarshalJSON(data []byte) error {
 	d.DisallowUnknownFields()
 	var j faultJSON
 	if err := d.Decode(&j); err != nil {
-		return unreadable(data, err)
+		return faultPaper.unreadable(data, err)
 	}
 	var given struct {
 		Rate        *float64
 		Send, Times *int
 	}
 	if err := json.Unmarshal(data, &given); err != nil {
-		return unreadable(data, err)
+		return faultPaper.unreadable(data, err)
 	}
 	switch {
 	case given.Rate != nil && *given.Rate == 0:
@@ -439,12 +439,20 @@ func (f *Fault) UnmarshalJSON(data []byte) error {
 	return nil
 }
 
+// paper is how a type of fault is written down.
+type paper struct {
+	what     string
+	fields   reflect.Type
+	examples map[string]string // of values, by field; "" = of the whole
+}
+
 // unreadable says in words of the JSON text, not of Go, why it is no fault.
-func unreadable(data []byte, err error) error {
+func (p paper) unreadable(data []byte, err error) error {
+	faultError := func(name, why string) error { return errors.New("fakeserver: " + p.what + ": " + name + ": " + why) }
 	var wrong *json.UnmarshalTypeError
 	if errors.As(err, &wrong) {
 		if wrong.Field == "" {
-			return errors.New("fakeserver: fault: want an object such as {\"kind\":\"reset\"}")
+			return errors.New("fakeserver: " + p.what + ": want an object such as " + p.examples[""])
 		}
 		want := "a whole number"
 		switch wrong.Type.Kind() {
@@ -453,7 +461,7 @@ func unreadable(data []byte, err error) error {
 		case reflect.Float64:
 			want = "a number"
 		}
-		if example := examples[wrong.Field]; example != "" {
+		if example := p.examples[wrong.Field]; example != "" {
 			want += " such as " + example
 		}
 		return faultError(wrong.Field, "want "+want)
@@ -462,52 +470,53 @@ func unreadable(data []byte, err error) error {
 	if json.Unmarshal(data, &fields) != nil {
 		return err
 	}
-	known := reflect.TypeFor[faultJSON]()
 	var names []string
-	for i := range known.NumField() {
-		name, _, _ := strings.Cut(known.Field(i).Tag.Get("json"), ",")
+	for i := range p.fields.NumField() {
+		name, _, _ := strings.Cut(p.fields.Field(i).Tag.Get("json"), ",")
 		names = append(names, name)
 	}
 	for _, name := range slices.Sorted(maps.Keys(fields)) {
 		if !slices.Contains(names, name) {
-			return faultError(name, "is no field of a fault; there are "+strings.Join(names, ", "))
+			return faultError(name, "is no field of a "+p.what+"; there are "+strings.Join(names, ", "))
 		}
 	}
 	return err
 }
 
-var examples = map[string]string{
-	"kind": `"reset"`, "point": `"after-effect"`, "status": "503", "retry_after": `"1"`, "delay": `"150ms"`, "location": `"/elsewhere"`,
-	"bytes": "100", "encoding": `"gzip"`, "code": `"CANCEL"`, "last": `"at"`, "rate": "0.5", "seed": "1", "key": `"order-1"`,
-	"send": "1", "endpoint": `"POST /v1/payments"`, "times": "3",
-}
+var faultPaper = paper{"fault", reflect.TypeFor[faultJSON](), map[string]string{
+	"": `{"kind":"reset"}`, "kind": `"reset"`, "point": `"after-effect"`, "status": "503", "retry_after": `"1"`, "delay": `"150ms"`,
+	"location": `"/elsewhere"`, "bytes": "100", "encoding": `"gzip"`, "code": `"CANCEL"`, "last": `"at"`, "rate": "0.5", "seed": "1",
+	"key": `"order-1"`, "send": "1", "endpoint": `"POST /v1/payments"`, "times": "3",
+}}
 
 // ParseFaults reads a JSON array of faults and validates each. Unknown fields are refused. Errors name the fault (from 1)
 // and where it is in the text.
-func ParseFaults(data []byte) ([]Fault, error) {
+func ParseFaults(data []byte) ([]Fault, error) { return parseFaults[Fault](data, "faults") }
+
+func parseFaults[T interface{ Validate() error }](data []byte, what string) ([]T, error) {
 	d := json.NewDecoder(bytes.NewReader(data))
 	if open, err := d.Token(); err != nil || open != json.Delim('[') {
-		return nil, errors.New("fakeserver: faults: want a JSON array")
+		return nil, errors.New("fakeserver: " + what + ": want a JSON array")
 	}
-	faults := []Fault{}
+	faults := []T{}
 	for d.More() {
 		start := int(d.InputOffset())
 		start += bytes.IndexFunc(data[start:], func(r rune) bool { return !strings.ContainsRune(", \t\r\n", r) })
-		var f Fault
+		var f T
 		err := d.Decode(&f)
 		if err == nil {
 			err = f.Validate()
 		}
 		if err != nil {
-			return nil, fmt.Errorf("fakeserver: faults: number %d, %s: %w", len(faults)+1, position(data, start), err)
+			return nil, fmt.Errorf("fakeserver: %s: number %d, %s: %w", what, len(faults)+1, position(data, start), err)
 		}
 		faults = append(faults, f)
 	}
 	if _, err := d.Token(); err != nil {
-		return nil, fmt.Errorf("fakeserver: faults: %s: %w", position(data, int(d.InputOffset())), err)
+		return nil, fmt.Errorf("fakeserver: %s: %s: %w", what, position(data, int(d.InputOffset())), err)
 	}
 	if _, err := d.Token(); err != io.EOF {
-		return nil, fmt.Errorf("fakeserver: faults: %s: there is more after the array", position(data, int(d.InputOffset())))
+		return nil, fmt.Errorf("fakeserver: %s: %s: there is more after the array", what, position(data, int(d.InputOffset())))
 	}
 	return faults, nil
 }

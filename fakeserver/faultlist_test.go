@@ -93,7 +93,7 @@ var faultList = []row{
 	{id: "L1", what: "client killed or stopped between two steps", reason: "belongs to the journal: the server sees only that a client leaves"},
 	{id: "L2", what: "disk of the client full or failing", reason: "belongs to the journal: the server does not touch the client's disk"},
 	{id: "M1", what: "overload that feeds itself", reason: "answers do not depend on load here; it takes a model with a queue"},
-	{id: "W1", what: "webhook deliveries twice, late, out of order or forged", reason: "belongs to webhook: this server sends no events"},
+	{id: "W1", what: "webhook deliveries twice, late, out of order or forged", by: "InjectDeliveries, every kind", tests: "TestTheTableOfDeliveryFaultsIsTrue TestCopiesArriveTogetherAndSignedAtOtherTimes TestReorderedEventsArriveBehindLaterOnes TestStrangersComeBeforeTheGenuineDelivery TestAnIDIsNotEnoughToKnowAnEventBy TestAHugeDeliveryIsTenMiBAndRightlySigned TestMixedDeliveriesAreEachActedOnOnce"},
 }
 
 func TestFaultList(t *testing.T) {

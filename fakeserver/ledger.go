@@ -49,7 +49,8 @@ type Send struct {
 	Ended     time.Time // when the server was done with it, with or without an answer; zero = it still runs
 }
 
-// Filter selects effects and sends. Zero fields match everything, the others must be equal.
+// Filter selects effects, sends, events and deliveries. Zero fields match everything, the others must be equal. Events and
+// deliveries are selected by their effects.
 type Filter struct {
 	Key, Caller, Endpoint, Reference string
 	Kind                             string // of the effect; a send matches if it caused such an effect
@@ -135,6 +136,7 @@ func (s *Server) enter(q *request, e Effect) {
 		s.effectsByKey[e.Key] = append(s.effectsByKey[e.Key], e.N-1)
 	}
 	q.send.Effect = e.N
+	s.tell(e)
 	if e.Kind == "cancellation" {
 		q.send.Reference = e.Reference
 	}

@@ -76,8 +76,9 @@ func (s *Server) nothingHere(path string) string {
 	return text
 }
 
-// Reset forgets keys, ledger, sends, resources, faults and scripts: numbers begin at 1 again. What is running then ends
-// without an effect and without an answer. Settings, stubs, mounts, watchers, clock and connections stay.
+// Reset forgets keys, ledger, sends, resources, events, deliveries, faults and scripts: numbers begin at 1 again, but for the
+// ids of events. What is running then ends without an effect and without an answer, and nothing more is delivered.
+// Settings, stubs, mounts, watchers, endpoints, clock and connections stay.
 func (s *Server) Reset() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -93,6 +94,7 @@ func (s *Server) Reset() {
 	s.faults = nil
 	clear(s.scripts)
 	s.payments, s.hotels, s.uploads = newPayments(), newHotels(), 0
+	s.events.forget()
 }
 
 // listed is false for a send from before a Reset. s.mu is held.

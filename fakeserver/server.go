@@ -59,6 +59,7 @@ type Server struct {
 	uploads      int
 	mounts       []mount
 	watchers     []func(Send)
+	events       events
 }
 
 // New starts a server on a free port of 127.0.0.1. It panics only if it cannot listen there.
@@ -148,6 +149,7 @@ func newServer(secure *certificates) *Server {
 		scripts:      map[string]*script{},
 		payments:     newPayments(),
 		hotels:       newHotels(),
+		events:       newEvents(),
 	}
 	s.routes = newRoutes(s)
 	s.http.Handler = http.HandlerFunc(s.serve)
@@ -281,9 +283,9 @@ func (s *Server) Advance(d time.Duration) {
 // now is the server's clock. s.mu is held.
 func (s *Server) now() time.Time { return time.Now().Add(s.ahead) }
 
-// Close ends the server: listeners, connections (also those that faults hold), running effects and the idle
-// connections of every transport handed out. It returns when all its handlers have ended. Later calls do nothing.
-// The ledger and the sends can still be read.
+// Close ends the server: listeners, connections (also those that faults hold), running effects, deliveries, and the idle
+// connections of every transport handed out. It returns when all its handlers have ended, those of endpoints too. Later
+// calls do nothing. The ledger, the sends and the deliveries can still be read; events that are pending stay so.
 func (s *Server) Close() {
 	s.mu.Lock()
 	if s.closed {
@@ -293,11 +295,15 @@ func (s *Server) Close() {
 	}
 	s.closed = true
 	close(s.done)
-	transports, proxies := s.transports, slices.Collect(maps.Values(s.proxies))
+	transports, proxies, hosts := s.transports, slices.Collect(maps.Values(s.proxies)), s.events.hosts
 	s.mu.Unlock()
 	for _, p := range proxies {
 		_ = p.listener.Close()
 		_ = p.http.Close()
+	}
+	for _, h := range hosts {
+		_ = h.listener.Close()
+		_ = h.http.Close()
 	}
 
 	for _, l := range s.listeners {
@@ -318,7 +324,8 @@ func (s *Server) Close() {
 }
 
 // Restart is a crash and a new start at the same address: every connection dies, and what was running is lost without an
-// effect, its key free again. Ledger, resources and remembered keys live on; Settings can change that.
+// effect, its key free again. Ledger, resources and remembered keys live on; Settings can change that. So do events: a
+// delivery that is under way is cut, and its attempt has failed.
 func (s *Server) Restart() {
 	s.mu.Lock()
 	if s.closed {

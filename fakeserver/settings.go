@@ -100,7 +100,8 @@ type Settings struct {
 	// Quoted wants keys as RFC 9651 strings in double quotes and refuses others. False: the header's raw value is the key.
 	Quoted bool
 
-	// ForgetHeaders leaves Send.Header nil, which saves most of the memory of a run with a million sends.
+	// ForgetHeaders leaves Send.Header nil, and a Delivery without Signature and BodySHA256, which saves most of the memory
+	// of a run with a million sends.
 	ForgetHeaders bool
 }
 
