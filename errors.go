@@ -52,7 +52,7 @@ var (
 	// ErrInProgress: the server still works on the first request with this
 	// key, and the waits that the policy allows are over; or another process
 	// that shares the Journal works on the operation.
-	ErrInProgress = errors.New("idem: operation still in progress at the server")
+	ErrInProgress = errors.New("idem: operation still in progress")
 	// ErrAlreadyDone: the server did the work under this key earlier and
 	// does not replay the answer; or the Journal knows that it is done, and the
 	// key window in which the server would replay the answer has passed.
@@ -150,6 +150,9 @@ func (e *Error) next() string {
 	case errors.Is(e.Reason, ErrKeyReused):
 		return "do not choose a new key before you know what the first request did"
 	case errors.Is(e.Reason, ErrKeyExpired):
+		if e.KeyFrom == "journal" {
+			return "do not send it again: look it up at the provider, then use Client.Settle"
+		}
 		return "do not send it again: look it up at the provider"
 	case errors.Is(e.Reason, ErrAlreadyDone):
 		if e.Reference != "" {
@@ -157,12 +160,15 @@ func (e *Error) next() string {
 		}
 		return "read the resource at the provider"
 	case errors.Is(e.Reason, ErrJournal) && len(e.Attempts) == 0:
-		return "this call sent nothing; mend the journal, then call again with the same operation"
+		return "this call sent nothing; when the journal works, call again with the same operation"
 	}
 	switch e.Outcome {
 	case Unknown:
-		if e.Key == "" {
+		switch {
+		case e.Key == "":
 			return "look it up at the provider before repeating it"
+		case e.KeyFrom == "minted" || e.KeyFrom == "header":
+			return "repeat it under WithKey with this key, as a new call may get another, or look it up at the provider"
 		}
 		return "call again with the same operation or key, or look it up at the provider"
 	case NotExecuted:
@@ -261,7 +267,7 @@ func scopeChanged(from, to string) error {
 func shownReason(err error) string {
 	for _, own := range [...]error{
 		ErrInvalid, ErrKeyInvalid, ErrScopeChanged, ErrRedirectRefused, ErrKeyExpired, ErrKeyReused, ErrInProgress, ErrAlreadyDone,
-		ErrAttemptsExhausted, ErrTimeExhausted, ErrBudgetExhausted, ErrRetryAfterTooLong, ErrBodyNotReplayable, ErrBodyChanged, ErrJournal,
+		ErrAttemptsExhausted, ErrTimeExhausted, ErrBudgetExhausted, ErrRetryAfterTooLong, ErrBodyNotReplayable, ErrBodyChanged, ErrJournal, errNotPending,
 	} {
 		if errors.Is(err, own) {
 			return strings.TrimPrefix(err.Error(), "idem: ")

@@ -144,6 +144,10 @@ func (p Policy) resolved(d *Dialect) (Policy, error) {
 		value time.Duration
 		off   bool
 	}
+	window := "Policy.KeyWindow"
+	if p.KeyWindow == 0 {
+		window = "Dialect.KeyWindow"
+	}
 	for _, f := range []duration{
 		{"Policy.AttemptTimeout", &p.AttemptTimeout, defaultAttemptTimeout, true},
 		{"Policy.MaxElapsed", &p.MaxElapsed, defaultMaxElapsed, true},
@@ -151,7 +155,7 @@ func (p Policy) resolved(d *Dialect) (Policy, error) {
 		{"Policy.BackoffBase", &p.BackoffBase, defaultBackoffBase, false},
 		{"Policy.BackoffCap", &p.BackoffCap, defaultBackoffCap, false},
 		{"Policy.ThrottleBase", &p.ThrottleBase, defaultThrottleBase, false},
-		{"Policy.KeyWindow", &p.KeyWindow, d.KeyWindow, false},
+		{window, &p.KeyWindow, d.KeyWindow, false},
 		{"Policy.ResumePace", &p.ResumePace, defaultResumePace, true},
 		{"Policy.ResumeWait", &p.ResumeWait, defaultResumeWait, true},
 	} {
@@ -178,7 +182,7 @@ func (p Policy) resolved(d *Dialect) (Policy, error) {
 	case p.BackoffCap < p.BackoffBase:
 		return p, invalid("Policy.BackoffCap", "is %v; the least is BackoffBase, %v", p.BackoffCap, p.BackoffBase)
 	case p.KeyWindow > 0 && p.KeyWindow <= p.AttemptTimeout:
-		return p, invalid("Policy.KeyWindow", "is %v; it must be longer than AttemptTimeout, %v", p.KeyWindow, p.AttemptTimeout)
+		return p, invalid(window, "is %v; it must be longer than AttemptTimeout, %v", p.KeyWindow, p.AttemptTimeout)
 	}
 	if p.MaxAttempts == 0 {
 		p.MaxAttempts = defaultMaxAttempts

@@ -87,7 +87,7 @@ func (o *operation) open() error {
 			return o.cancelled()
 		case errors.Is(err, journal.ErrMismatch):
 			o.known(e)
-			return fmt.Errorf("%w: operation %v is %v with another request than %s", ErrKeyReused, o.report.Operation, e.State, o.request.shown)
+			return otherRequest(e, o.request)
 		case !errors.Is(err, journal.ErrClaimed):
 			return journalErr(err)
 		}
@@ -105,8 +105,16 @@ func (o *operation) open() error {
 	}
 }
 
+func otherRequest(e journal.Entry, f *fingerprint) error {
+	reference := ""
+	if e.Reference != "" {
+		reference = fmt.Sprintf(" (resource %q)", e.Reference)
+	}
+	return fmt.Errorf("%w: operation %v is %v%s with another request than %s; nothing was sent", ErrKeyReused, e.Operation, e.State, reference, f.shown)
+}
+
 func inProgressElsewhere(e journal.Entry) error {
-	return fmt.Errorf("%w: %s works on it, its claim holds until %s", ErrInProgress, e.Owner, e.Lease.UTC().Format(time.RFC3339))
+	return fmt.Errorf("%w: %s holds its entry, alive or not, until %s", ErrInProgress, e.Owner, e.Lease.UTC().Format(time.RFC3339))
 }
 
 // intent is what the journal is asked to begin.
@@ -184,6 +192,10 @@ func (o *operation) opened(e journal.Entry) error {
 	rec.renewAfter(o.t.Journal, time.Until(e.Lease))
 	if err := checkKey(e.Key, "journal", &o.t.dialect); err != nil {
 		return err
+	}
+	if e.Clear { // the key window begins with this call
+		o.wasSent = false
+		return nil
 	}
 	return o.since(e.FirstSend)
 }
@@ -312,7 +324,11 @@ func (o *operation) conclude(resp *http.Response) {
 		err = rec.note(o, n)
 	case final:
 		n.Answer, err = o.sealAnswer(resp, state)
-		err = errors.Join(err, rec.finish(o, state, n))
+		e := rec.finish(o, state, n)
+		if e != nil && state == journal.Refused { // a resume will send it, to a server that may have forgotten its no
+			r.Outcome = Unknown
+		}
+		err = errors.Join(err, e)
 	default:
 		err = rec.release(o, o.unfinished(n))
 		if err != nil && !rec.stillOurs(err) { // whoever took it over may have sent the key

@@ -92,7 +92,8 @@ func (c *Client) journal() (*Transport, journal.Journal, error) {
 // before (ErrKeyReused otherwise, and nothing is sent), with fresh
 // credentials. No request and no error: the entry is not this Transport's. It
 // is not asked where Transport.Seal stored the request, and may be nil if that
-// is always so; Transport.Prepare then brings the credentials.
+// is always so; Transport.Prepare then brings the credentials. (Where there is
+// no Prepare and the request had some, build is asked.)
 //
 // done receives each answer that ends an operation: State of the entry is Done
 // or Refused, Reference is the provider's id. Only its nil finishes the entry;
@@ -261,7 +262,11 @@ func (r *resumer) send(e journal.Entry) {
 // request of an entry: the stored one, or what build makes.
 func (r *resumer) request(e journal.Entry, re *resumption) (*http.Request, error) {
 	if len(e.Request) > 0 && r.t.Seal != nil {
-		return r.t.unsealRequest(r.ctx, &e, re)
+		req, err := r.t.unsealRequest(r.ctx, &e, re)
+		if err != nil || len(re.left) == 0 || r.t.Prepare != nil || r.build == nil {
+			return req, err
+		}
+		re.left, re.sealed = nil, false // build brings what is not stored
 	}
 	if r.build == nil {
 		return nil, invalid("build", "is nil, and the entry has no stored request")
@@ -355,7 +360,7 @@ func (t *Transport) pending(e journal.Entry, now time.Time) PendingOperation {
 	p := PendingOperation{Entry: e, Attention: e.Resumes >= t.policy.MaxResumes}
 	p.Left = t.policy.KeyWindow - t.policy.AttemptTimeout
 	switch {
-	case e.FirstSend.IsZero():
+	case e.FirstSend.IsZero(), e.Clear: // the window begins with the next call
 	case e.FirstSend.After(now.Add(clockSkew)):
 		p.Left = 0 // of unknown age
 	default:
@@ -389,9 +394,9 @@ func (c *Client) Pending(ctx context.Context) iter.Seq2[PendingOperation, error]
 // Settle records what a person found out about a pending operation at the
 // provider: Executed, with the provider's id as reference ("" if there is
 // none), or Refused, which frees the operation for a new key. Any other
-// outcome is ErrInvalid. reason is kept; 1 to 1,000 bytes. ErrInProgress:
-// somebody works on the entry. ErrJournal: there is no such entry, or it is not
-// pending; the journal's error tells.
+// outcome is ErrInvalid, and so is an operation that the Journal does not know
+// or that is not pending, unless the same was decided before: that is nil.
+// reason is kept; 1 to 1,000 bytes. ErrInProgress: somebody works on the entry.
 func (c *Client) Settle(ctx context.Context, op journal.Operation, outcome Outcome, reference, reason string) error {
 	d := journal.Decision{State: journal.Done, Reference: reference, Reason: reason}
 	switch outcome {
@@ -422,7 +427,12 @@ func (c *Client) decide(ctx context.Context, op journal.Operation, d journal.Dec
 	case err == nil:
 		return nil
 	case errors.Is(err, journal.ErrClaimed):
-		return fmt.Errorf("%w: %s works on %v, its claim holds until %s", ErrInProgress, e.Owner, op, e.Lease.UTC().Format(time.RFC3339))
+		return fmt.Errorf("%w: %s holds %v, alive or not, until %s", ErrInProgress, e.Owner, op, e.Lease.UTC().Format(time.RFC3339))
+	case errors.Is(err, journal.ErrFinished) && e.State == d.State && e.Decision != "" && (e.Decision == "abandoned") == d.Abandon &&
+		(d.Reference == "" || d.Reference == e.Reference):
+		return nil // decided before
+	case errors.Is(err, journal.ErrFinished), errors.Is(err, journal.ErrNotFound):
+		return fmt.Errorf("%w: operation %v: %w", ErrInvalid, op, err)
 	}
 	return journalErr(fmt.Errorf("%v: %w", op, err))
 }

@@ -55,8 +55,11 @@ type Transport struct {
 	// Journal remembers the operations that [WithOperation] names, so that
 	// their keys survive the process: the key is durable before the first
 	// byte is sent, and a journal that cannot write means that nothing is sent
-	// (ErrJournal). It needs a Policy.KeyWindow or a Dialect that states one.
-	// Other requests are not journalled. nil: nothing is remembered.
+	// (ErrJournal). It needs a Policy.KeyWindow or a Dialect that states one;
+	// with a Dialect that has Reference pointers it keeps the provider's ids.
+	// Other requests are not journalled. A journal that is taken into use for
+	// operations that were sent before wants their Operation.Started. nil:
+	// nothing is remembered.
 	Journal journal.Journal
 	// Seal encrypts what the Journal stores beyond keys and digests: the
 	// request, so that [Client.Resume] needs nobody to build it, and the answer

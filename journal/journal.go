@@ -79,8 +79,8 @@ type Journal interface {
 	// Sweep takes what is no longer needed out of finished entries whose key
 	// window has passed: the stored request and answer. What is left, a
 	// tombstone, is deleted keep after it was finished; 0: 400 days, and
-	// never within the key window. Expired deliveries are deleted. Pending
-	// entries are not touched.
+	// never within the key window. Expired deliveries are deleted, unless a
+	// claim on them holds. Pending entries are not touched.
 	Sweep(ctx context.Context, keep time.Duration) (Swept, error)
 }
 
@@ -92,8 +92,11 @@ type Operation struct {
 	Name, ID string
 }
 
-// String is "name/id", with the scope before it where there is one.
+// String is "name/id", followed by the scope where there is one.
 func (op Operation) String() string {
+	if op == (Operation{}) {
+		return ""
+	}
 	s := op.Name + "/" + op.ID
 	if op.Scope != "" {
 		s += " of " + strconv.Quote(op.Scope)
@@ -143,12 +146,12 @@ type Entry struct {
 	Created time.Time
 	// Window is how long the server remembers the key from its first send.
 	Window time.Duration
-	// FirstSend is when the key may have been sent first; zero: it is proved
-	// that it was not.
+	// FirstSend is when the key may have been sent first, counted anew with the
+	// first claim after Clear; zero: it is proved that it was not.
 	FirstSend time.Time
 	// Clear: the last call told its caller that nothing that was sent with the
-	// key had an effect. The entry waits for the caller to call again; a resume
-	// leaves it alone.
+	// key had an effect. The entry waits for the caller to call again, and the
+	// key window begins with that call; a resume leaves it alone.
 	Clear bool
 	// Attempts that were made, as far as their calls ended.
 	Attempts int
@@ -172,7 +175,8 @@ type Entry struct {
 	// and Reason is theirs; "": nobody did.
 	Decision, Reason string
 
-	// Expires is when a delivery is forgotten; zero: no delivery.
+	// Expires is when a delivery is forgotten, unless a claim on it holds
+	// longer; zero: no delivery.
 	Expires time.Time
 
 	// Request and Answer are sealed by the caller (AEAD); nil: not stored.

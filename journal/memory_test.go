@@ -219,6 +219,29 @@ func TestC77_ExpiredDeliveriesMakeRoom(t *testing.T) {
 	})
 }
 
+func TestC77_AnEventThatIsHandledOutlastsItsWindow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := &journal.Memory{Max: 1, Lease: 30 * time.Second}
+		e := begin(t, m, event("1", time.Now().Add(time.Minute)))
+		again, next := event("1", time.Now().Add(4*time.Hour)), event("2", time.Now().Add(4*time.Hour))
+		for range 180 {
+			time.Sleep(20 * time.Second) // virtual
+			_, err := m.Renew(t.Context(), e, journal.Note{})
+			require.NoError(t, err)
+			_, err = m.Begin(t.Context(), again)
+			require.ErrorIs(t, err, journal.ErrClaimed)
+			_, err = m.Begin(t.Context(), next)
+			require.ErrorIs(t, err, journal.ErrFull, "it makes no room")
+			s, err := m.Sweep(t.Context(), 0)
+			require.NoError(t, err)
+			require.Zero(t, s)
+		}
+		time.Sleep(30 * time.Second) // virtual; its process died
+		begin(t, m, next)
+		has(t, m, e.Operation, false)
+	})
+}
+
 // A million live ids by default, each with its key, and what they weigh.
 func TestC77_AMillionLiveIdsFit(t *testing.T) {
 	if testing.Short() || raceDetector {
@@ -232,7 +255,7 @@ func TestC77_AMillionLiveIdsFit(t *testing.T) {
 		return m.HeapAlloc
 	}
 	require.GreaterOrEqual(t, most, enough)
-	m := new(journal.Memory)
+	m := &journal.Memory{Lease: time.Hour} // the claims outlast the filling, however slow the machine is
 	same := payment("")
 	intent := func(n int) journal.Intent {
 		in := same

@@ -29,7 +29,7 @@ type Rules struct {
 func (r *Rules) Begin(old *Entry, in Intent, now time.Time) (stored, returned Entry, write bool, err error) {
 	now = now.Round(0).Truncate(time.Microsecond)
 	print := r.fingerprint(in)
-	if old == nil || !old.Expires.IsZero() && !now.Before(old.Expires) {
+	if old == nil || !old.Expires.IsZero() && !now.Before(old.Expires) && !old.Claimed(now) {
 		e := r.fresh(in, in.Key, print, now)
 		e.Generation = 1
 		if !in.Started.IsZero() && in.Started.Before(now) {
@@ -109,7 +109,7 @@ func (r *Rules) fresh(in Intent, key string, print []byte, now time.Time) Entry 
 func (r *Rules) claim(e Entry, now time.Time) (stored, returned Entry) {
 	e.Owner, e.Lease, e.Fence = r.Owner, now.Add(r.lease()), e.Fence+1
 	returned = e
-	if e.FirstSend.IsZero() {
+	if e.FirstSend.IsZero() || e.Clear { // what had no effect does not age the key
 		e.FirstSend = now
 	}
 	e.Clear, e.Differs = false, false
@@ -231,7 +231,7 @@ func (r *Rules) Sweep(e Entry, keep time.Duration, now time.Time) (left Entry, w
 	}
 	switch {
 	case !e.Expires.IsZero():
-		return e, false, !now.Before(e.Expires)
+		return e, false, !now.Before(e.Expires) && !e.Claimed(now) // somebody still works on it
 	case e.State == Pending:
 		return e, false, false
 	}

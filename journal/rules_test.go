@@ -44,6 +44,15 @@ func refused(e *journal.Entry) {
 // delivery that expires an hour after noon.
 func delivery(e *journal.Entry) { e.Expires = noon.Add(time.Hour).Truncate(time.Microsecond) }
 
+// held until two hours after noon, which is an hour after a delivery expires.
+func held(e *journal.Entry) { e.Lease = noon.Add(2 * time.Hour).Truncate(time.Microsecond) }
+
+// noEffect: the last call told its caller so.
+func noEffect(e *journal.Entry) {
+	free(e)
+	e.Clear = true
+}
+
 func resumed(n int) func(e *journal.Entry) { return func(e *journal.Entry) { e.Resumes = n } }
 
 // The transitions of Begin: from what is there, and how it is asked, to
@@ -90,6 +99,10 @@ func TestBeginIsATable(t *testing.T) {
 		{"free, resume of another request", some(free, resumed(2)), anotherResume, noon, false, 1, first, journal.ErrMismatch},
 		{"free, resumed too often, a caller", some(free, resumed(9)), same, noon, true, 1, first, nil},
 
+		{"free, had no effect", some(noEffect), same, hours, true, 1, first, nil},
+		{"free, had no effect, resume", some(noEffect), resume, hours, true, 1, first, nil},
+		{"free, had no effect, another request", some(noEffect), another, hours, false, 1, first, journal.ErrMismatch},
+
 		{"done", some(done), same, hours, false, 1, first, nil},
 		{"done, resume", some(done), resume, hours, false, 1, first, nil},
 		{"done, resume too many", some(done, resumed(2)), resume, hours, false, 1, first, nil},
@@ -110,7 +123,14 @@ func TestBeginIsATable(t *testing.T) {
 		{"delivery, a microsecond before it expires", some(delivery, done), same, noon.Add(time.Hour - time.Microsecond), false, 1, first, nil},
 		{"delivery, expired, done", some(delivery, done), same, noon.Add(time.Hour), true, 1, first, nil},
 		{"delivery, expired, refused", some(delivery, refused), same, noon.Add(time.Hour), true, 1, first, nil},
-		{"delivery, expired, claimed", some(delivery, func(e *journal.Entry) { e.Lease = hours }), another, noon.Add(time.Hour), true, 1, first, nil},
+		{"delivery, expired, free", some(delivery, free), same, noon.Add(time.Hour), true, 1, first, nil},
+		{"delivery, expired, free, another digest", some(delivery, free), another, noon.Add(time.Hour), true, 1, first, nil},
+		{"delivery, expired, had no effect", some(delivery, noEffect), same, noon.Add(time.Hour), true, 1, first, nil},
+		{"delivery, expired, claimed", some(delivery, held), same, noon.Add(time.Hour), false, 1, first, journal.ErrClaimed},
+		{"delivery, expired, claimed, another digest", some(delivery, held), another, noon.Add(time.Hour), false, 1, first, journal.ErrClaimed},
+		{"delivery, expired, a microsecond before the lease ends", some(delivery, held), same, hours.Add(-time.Microsecond), false, 1, first, journal.ErrClaimed},
+		{"delivery, expired, the lease ends", some(delivery, held), same, hours, true, 1, first, nil},
+		{"delivery, expired, the lease ends, another digest", some(delivery, held), another, hours, true, 1, first, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var old *journal.Entry
@@ -127,7 +147,8 @@ func TestBeginIsATable(t *testing.T) {
 			require.Equal(t, c.key, returned.Key)
 			if old != nil {
 				require.Equal(t, before, *old, "old is not changed")
-				differs := !before.Expires.IsZero() && c.now.Before(before.Expires) && c.in.Content != nil && string(c.in.Content) != string(same.Content)
+				known := c.now.Before(before.Expires) || before.Claimed(c.now)
+				differs := !before.Expires.IsZero() && known && c.in.Content != nil && string(c.in.Content) != string(same.Content)
 				require.Equal(t, differs, returned.Differs)
 			}
 			if !c.claimed {
@@ -142,13 +163,45 @@ func TestBeginIsATable(t *testing.T) {
 			require.Equal(t, journal.Pending, returned.State)
 			require.False(t, stored.Differs)
 			require.False(t, stored.Clear)
-			require.False(t, stored.FirstSend.IsZero())
-			if !returned.FirstSend.IsZero() {
-				require.Equal(t, returned.FirstSend, stored.FirstSend)
+			firstSend := returned.FirstSend
+			if firstSend.IsZero() || returned.Clear {
+				firstSend = now
 			}
+			require.Equal(t, firstSend, stored.FirstSend)
 			stored.FirstSend, stored.Clear, stored.Differs = returned.FirstSend, returned.Clear, returned.Differs
 			require.Equal(t, stored, returned, "nothing else is told apart")
 		})
+	}
+}
+
+// The key window is counted from the first send that may have had an effect.
+func TestFirstSendIsOfTheClaimAfterTheLastThatHadNoEffect(t *testing.T) {
+	early, now := noon.Add(-time.Hour).Truncate(time.Microsecond), noon.Truncate(time.Microsecond)
+	for _, c := range []struct {
+		name      string
+		firstSend time.Time
+		clear     bool
+		want      time.Time
+	}{
+		{"sent, and perhaps with an effect", early, false, early},
+		{"sent without an effect", early, true, now},
+		{"not sent", time.Time{}, false, now},
+		{"not sent, and the caller was told", time.Time{}, true, now},
+	} {
+		for _, resumes := range []int{0, 3} {
+			in := payment("1")
+			in.MaxResumes = resumes
+			old := pendingEntry(t, free, func(e *journal.Entry) { e.FirstSend, e.Clear = c.firstSend, c.clear })
+			stored, returned, _, err := rules.Begin(&old, in, noon)
+			require.NoError(t, err, c.name)
+			require.Equal(t, c.firstSend, returned.FirstSend, c.name)
+			require.Equal(t, c.clear, returned.Clear, c.name)
+			require.Equal(t, c.want, stored.FirstSend, c.name)
+			require.False(t, stored.Clear, c.name)
+			again, _, _, err := rules.Begin(&stored, in, noon.Add(time.Minute))
+			require.NoError(t, err, c.name)
+			require.Equal(t, c.want, again.FirstSend, "%s: a claim that is taken over is not clear", c.name)
+		}
 	}
 }
 
@@ -366,6 +419,10 @@ func TestSweepIsATable(t *testing.T) {
 		{"delivery, before it expires", some(delivery, done, full), us, time.Hour - us, false, false},
 		{"delivery expires", some(delivery, done, full), 0, time.Hour, false, true},
 		{"delivery expires, pending", some(delivery), 0, time.Hour, false, true},
+		{"delivery expires, free", some(delivery, free), 0, time.Hour, false, true},
+		{"delivery expires, claimed", some(delivery, held, full), us, time.Hour, false, false},
+		{"delivery expired, a microsecond before the lease ends", some(delivery, held, full), us, 2*time.Hour - us, false, false},
+		{"delivery expired, the lease ends", some(delivery, held, full), 0, 2 * time.Hour, false, true},
 		{"delivery expires, refused", some(delivery, refused), 0, time.Hour, false, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {

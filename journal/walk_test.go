@@ -43,6 +43,8 @@ func TestRandomWalksKeepTheInvariants(t *testing.T) {
 		"mismatches": seen.mismatches, "attention": seen.attention, "next generations": seen.generations,
 		"decisions": seen.decisions, "emptied": seen.emptied, "deleted": seen.deleted, "enlisted": seen.enlisted,
 		"done met": seen.done, "expired deliveries": seen.expired, "finished twice": seen.twice,
+		"expired deliveries under a live claim": seen.handled, "such that were not swept": seen.spared,
+		"key windows that began anew": seen.windows,
 	} {
 		require.Greater(t, n, 30, "the walks hardly met %s", what)
 	}
@@ -52,7 +54,7 @@ func TestRandomWalksKeepTheInvariants(t *testing.T) {
 // nothing.
 type tally struct {
 	claims, takeOvers, late, claimed, mismatches, attention, generations, decisions int
-	emptied, deleted, enlisted, done, expired, twice                                int
+	emptied, deleted, enlisted, done, expired, twice, handled, spared, windows      int
 }
 
 type walk struct {
@@ -77,8 +79,8 @@ type walk struct {
 	shape    [32]byte        // known of the request; zero: nothing
 	content  []byte          // known of the request; nil: nothing
 	resumes  int
-	attempts int // that were reported
-	sent     bool
+	attempts int       // that were reported
+	sent     time.Time // first, since the last that had no effect; zero: not yet
 	clear    bool
 }
 
@@ -99,9 +101,9 @@ func (w *walk) step() {
 	case 10:
 		w.decide()
 	case 11:
-		if w.rnd.IntN(3) > 0 {
+		if w.delivery || w.rnd.IntN(3) > 0 { // deliveries are never enlisted
 			w.sweep()
-		} else if !w.delivery { // deliveries are never enlisted
+		} else {
 			w.enlist()
 		}
 	}
@@ -116,6 +118,9 @@ func (w *walk) require(ok bool, format string, args ...any) {
 		w.t.Fatalf("walk %d at %v: %s\nstored %+v", w.n, w.now, fmt.Sprintf(format, args...), w.stored)
 	}
 }
+
+// live: somebody works on it.
+func (w *walk) live() bool { return w.holds && w.now.Before(w.until) }
 
 // entry is a copy that the rules may not change behind our back.
 func (w *walk) entry() *journal.Entry {
@@ -152,6 +157,9 @@ func (w *walk) intent() journal.Intent {
 	}
 	if w.delivery {
 		in.Expires = w.now.Add(time.Duration(1+w.rnd.IntN(5)) * time.Hour)
+		if w.rnd.IntN(3) > 0 {
+			in.Expires = w.now.Add(time.Microsecond) // well before the lease ends
+		}
 	}
 	return in
 }
@@ -181,13 +189,18 @@ func (w *walk) anew(generation int, key string) {
 		clear(w.keys)
 	}
 	w.keys[generation] = key
-	w.shape, w.content, w.resumes, w.attempts, w.sent, w.clear, w.ended, w.final = [32]byte{}, nil, 0, 0, false, false, journal.Pending, journal.Pending
+	w.shape, w.content, w.resumes, w.attempts, w.sent, w.clear, w.ended, w.final = [32]byte{}, nil, 0, 0, time.Time{}, false, journal.Pending, journal.Pending
 }
 
 func (w *walk) begin() {
 	in, old := w.intent(), w.entry()
 	stored, returned, write, err := rules.Begin(w.entry(), in, w.now)
 	expired := old != nil && w.delivery && !w.now.Before(old.Expires)
+	if expired && w.live() {
+		w.require(!write && err == journal.ErrClaimed, "an event that is handled is begun anew: %v, %v", write, err)
+		w.seen.handled++
+		expired = false
+	}
 	if !write {
 		w.require(old != nil, "nothing was written of a new operation")
 		w.require(!expired, "an expired delivery stopped Begin")
@@ -198,7 +211,7 @@ func (w *walk) begin() {
 			w.require(old.State == journal.Done || old.State == journal.Refused && in.MaxResumes > 0, "not claimed, and no error")
 			w.seen.done++
 		case journal.ErrClaimed:
-			w.require(w.holds && w.now.Before(w.until), "claimed by nobody")
+			w.require(w.live(), "claimed by nobody")
 			w.seen.claimed++
 		case journal.ErrMismatch:
 			w.require(!w.same(in) && !w.delivery && old.State != journal.Refused, "another request?")
@@ -212,7 +225,7 @@ func (w *walk) begin() {
 		return
 	}
 	w.require(err == nil, "written in spite of %v", err)
-	w.require(!w.holds || !w.now.Before(w.until) || expired, "two hold a live claim")
+	w.require(!w.live(), "two hold a live claim")
 	w.require(returned.Fence > w.fence, "fence %d after %d", returned.Fence, w.fence)
 	w.require(returned.Owner != "" && returned.Lease.After(w.now) && returned.State == journal.Pending, "begun and not claimed: %+v", returned)
 	switch {
@@ -239,7 +252,14 @@ func (w *walk) begin() {
 			w.seen.takeOvers++
 		}
 	}
-	w.require(returned.FirstSend.IsZero() == !w.sent && returned.Clear == w.clear, "FirstSend %v and Clear %v are not those of before", returned.FirstSend, returned.Clear)
+	w.require(returned.FirstSend.Equal(w.sent) && returned.Clear == w.clear, "FirstSend %v and Clear %v are not those of before", returned.FirstSend, returned.Clear)
+	now := w.now.Truncate(time.Microsecond)
+	if w.clear && !w.sent.IsZero() && w.sent.Before(now) {
+		w.seen.windows++
+	}
+	if w.clear || w.sent.IsZero() {
+		w.sent = now
+	}
 	switch {
 	case w.same(in):
 		w.learn(in)
@@ -248,7 +268,7 @@ func (w *walk) begin() {
 	}
 	w.stored = &stored
 	w.given = append(w.given, returned)
-	w.holds, w.until, w.fence, w.sent, w.clear = true, returned.Lease, returned.Fence, true, false
+	w.holds, w.until, w.fence, w.clear = true, returned.Lease, returned.Fence, false
 	w.seen.claims++
 }
 
@@ -347,7 +367,10 @@ func (w *walk) release() {
 	if n.Orderly && w.resumes > 0 {
 		w.resumes--
 	}
-	w.stored, w.holds, w.sent, w.clear = &out, false, w.sent && !n.NotSent, n.Clear
+	if n.NotSent {
+		w.sent = time.Time{}
+	}
+	w.stored, w.holds, w.clear = &out, false, n.Clear
 }
 
 func (w *walk) decide() {
@@ -358,11 +381,11 @@ func (w *walk) decide() {
 	d.Abandon = d.State == journal.Refused && w.rnd.IntN(2) == 0
 	out, err := rules.Decide(w.entry(), d, w.now)
 	if err != nil {
-		w.require(w.stored == nil || w.stored.State != journal.Pending || w.holds && w.now.Before(w.until), "a person could not decide: %v", err)
+		w.require(w.stored == nil || w.stored.State != journal.Pending || w.live(), "a person could not decide: %v", err)
 		return
 	}
 	w.require(w.stored.State == journal.Pending, "decided what is %v", w.stored.State)
-	w.require(!w.holds || !w.now.Before(w.until), "decided under a live claim")
+	w.require(!w.live(), "decided under a live claim")
 	w.stored, w.holds, w.ended, w.final = &out, false, journal.Pending, d.State
 	w.seen.decisions++
 }
@@ -376,7 +399,11 @@ func (w *walk) sweep() {
 	left, write, remove := rules.Sweep(e, keep, w.now)
 	w.require(!write || !remove, "both written and deleted")
 	if w.delivery {
-		w.require(!write && remove == !w.now.Before(e.Expires), "a delivery is deleted when it expires: %v, %v", write, remove)
+		expired := !w.now.Before(e.Expires)
+		w.require(!write && remove == (expired && !w.live()), "a delivery is deleted when it expires and nobody handles it: %v, %v", write, remove)
+		if expired && w.live() {
+			w.seen.spared++
+		}
 	} else if write || remove {
 		w.require(e.State != journal.Pending, "pending was touched")
 		w.require(!w.now.Before(e.Finished.Add(e.Window)), "swept within the window")
@@ -429,13 +456,13 @@ func (w *walk) invariants() {
 	w.t.Helper()
 	e := w.stored
 	w.require(e.Key == w.keys[e.Generation], "generation %d had key %q", e.Generation, w.keys[e.Generation])
-	w.require(e.Claimed(w.now) == (w.holds && w.now.Before(w.until)), "claimed: %v", e.Claimed(w.now))
+	w.require(e.Claimed(w.now) == w.live(), "claimed: %v", e.Claimed(w.now))
 	w.require(e.State == journal.Pending || e.Owner == "", "%v and claimed", e.State)
 	w.require((e.State == journal.Pending) == e.Finished.IsZero(), "%v, finished at %v", e.State, e.Finished)
 	w.require(e.State == w.final, "%v became %v", w.final, e.State)
 	w.require(e.Attempts == w.attempts, "%d attempts, want %d", e.Attempts, w.attempts)
 	w.require(e.Resumes == w.resumes, "%d resumes, want %d", e.Resumes, w.resumes)
-	w.require(e.FirstSend.IsZero() == !w.sent, "first send %v", e.FirstSend)
+	w.require(e.FirstSend.Equal(w.sent), "first send %v, want %v", e.FirstSend, w.sent)
 	w.require(e.Clear == w.clear, "clear: %v", e.Clear)
 	w.require(!e.Differs, "Differs is stored")
 	w.require(w.shape != ([32]byte{}) || len(e.Fingerprint) == 0, "a fingerprint of nothing")

@@ -79,6 +79,16 @@ var brokenJournals = []broken{
 		"entries share no memory with the store"},
 	{"tombstones are swept early", func(m *journal.Memory) journal.Journal { return &hasty{m} },
 		"after the window request and answer go and the tombstone stays"},
+	{"an event that is handled is begun again when it expires", func(m *journal.Memory) journal.Journal { return &expiredTwice{m} },
+		"an expired delivery is not begun anew while its claim is live"},
+	{"an event whose owner died is never handled", func(m *journal.Memory) journal.Journal { return &claimedForEver{m} },
+		"an expired delivery is begun anew when the lease of its claim ends, and not before"},
+	{"an event that is handled is swept when it expires", func(m *journal.Memory) journal.Journal { return &sweptWhileHandled{Memory: m} },
+		"Sweep leaves an expired delivery alone while its claim is live"},
+	{"what had no effect ages the key", func(m *journal.Memory) journal.Journal {
+		return &ageing{Memory: m, first: map[journal.Operation]time.Time{}}
+	},
+		"the key window begins anew with the claim after what had no effect, and only then"},
 	{"times have nanoseconds", func(m *journal.Memory) journal.Journal { return &nanoseconds{m} },
 		"times are kept to the microsecond, those returned too"},
 }
@@ -279,5 +289,80 @@ type nanoseconds struct{ *journal.Memory }
 func (j *nanoseconds) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
 	e, err := j.Memory.Begin(ctx, in)
 	e.Lease = e.Lease.Add(time.Nanosecond)
+	return e, err
+}
+
+// expired: e is a delivery and no longer remembered.
+func expired(e journal.Entry) bool { return !e.Expires.IsZero() && !time.Now().Before(e.Expires) }
+
+type expiredTwice struct{ *journal.Memory }
+
+func (j *expiredTwice) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	if e, err := j.Get(ctx, in.Operation); err == nil && e.Owner != "" && expired(e) {
+		if _, err = j.Release(ctx, e, journal.Note{}); err != nil {
+			return e, err
+		}
+	}
+	return j.Memory.Begin(ctx, in)
+}
+
+type claimedForEver struct{ *journal.Memory }
+
+func (j *claimedForEver) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	if e, err := j.Get(ctx, in.Operation); err == nil && e.Owner != "" && expired(e) {
+		return e, journal.ErrClaimed
+	}
+	return j.Memory.Begin(ctx, in)
+}
+
+type sweptWhileHandled struct {
+	*journal.Memory
+	mu    sync.Mutex // guards begun
+	begun []journal.Operation
+}
+
+func (j *sweptWhileHandled) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.begun = append(j.begun, in.Operation)
+	return j.Memory.Begin(ctx, in)
+}
+
+func (j *sweptWhileHandled) Sweep(ctx context.Context, keep time.Duration) (journal.Swept, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for _, op := range j.begun {
+		if e, err := j.Get(ctx, op); err == nil && e.Owner != "" && expired(e) {
+			if _, err = j.Release(ctx, e, journal.Note{}); err != nil {
+				return journal.Swept{}, err
+			}
+		}
+	}
+	return j.Memory.Sweep(ctx, keep)
+}
+
+type ageing struct {
+	*journal.Memory
+	mu    sync.Mutex // guards first
+	first map[journal.Operation]time.Time
+}
+
+func (j *ageing) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	e, err := j.Memory.Begin(ctx, in)
+	if err == nil && e.Clear {
+		j.first[in.Operation] = e.FirstSend
+	}
+	return e, err
+}
+
+func (j *ageing) Get(ctx context.Context, op journal.Operation) (journal.Entry, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	e, err := j.Memory.Get(ctx, op)
+	if first, ok := j.first[op]; ok {
+		e.FirstSend = first
+	}
 	return e, err
 }

@@ -112,6 +112,24 @@ var releasing = []check{
 		require.False(t, j.release(t, e, journal.Note{}).Clear)
 		require.False(t, j.claim(t, in).Clear)
 	}},
+	{"the key window begins anew with the claim after what had no effect, and only then", long, func(t *testing.T, j kit) {
+		in := payment("1")
+		in.Started = time.Now().Add(-time.Hour)
+		started := in.Started.Truncate(time.Microsecond)
+		j.release(t, j.claim(t, in), journal.Note{})
+		e := j.claim(t, in)
+		require.True(t, j.get(t, in.Operation).FirstSend.Equal(started), "it may have had an effect then")
+		require.True(t, j.release(t, e, journal.Note{Clear: true}).FirstSend.Equal(started), "nobody has sent it since")
+
+		before := time.Now()
+		e = j.claim(t, in)
+		require.True(t, e.FirstSend.Equal(started), "of before")
+		anew := j.get(t, in.Operation).FirstSend
+		require.WithinRange(t, anew, before.Add(-skew), time.Now().Add(skew))
+		j.release(t, e, journal.Note{})
+		require.True(t, j.claim(t, in).FirstSend.Equal(anew))
+		require.True(t, j.get(t, in.Operation).FirstSend.Equal(anew), "this one may have had an effect")
+	}},
 	{"a claim that ends with its process is not clear", short, func(t *testing.T, j kit) {
 		in := payment("1")
 		j.release(t, j.claim(t, in), journal.Note{NotSent: true})

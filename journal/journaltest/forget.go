@@ -57,9 +57,11 @@ var deliveries = []check{
 		for _, s := range []journal.State{journal.Pending, journal.Done, journal.Refused} {
 			in := event(s.String(), soon)
 			in.Request = []byte("sealed request")
-			old := j.claim(t, in)
-			if s != journal.Pending {
-				j.finish(t, old, s, journal.Note{Attempts: 1, Status: 200, Reference: "evt_1", Answer: []byte("sealed answer")})
+			old, n := j.claim(t, in), journal.Note{Attempts: 1, Status: 200, Reference: "evt_1", Answer: []byte("sealed answer"), Clear: true}
+			if s == journal.Pending {
+				j.release(t, old, n)
+			} else {
+				j.finish(t, old, s, n)
 			}
 			expired = append(expired, old)
 		}
@@ -84,10 +86,59 @@ var deliveries = []check{
 			require.True(t, e.Finished.IsZero())
 		}
 	}},
-	{"a late owner of an expired delivery does not touch the new one", long, func(t *testing.T, j kit) {
+	{"an expired delivery is not begun anew while its claim is live", long, func(t *testing.T, j kit) {
 		in := event("1", time.Now().Add(short))
-		late := j.claim(t, in)
+		e := j.claim(t, in)
+		stored := j.get(t, in.Operation)
 		waitUntil(in.Expires)
+		again := event("1", time.Now().Add(time.Hour))
+		other := again
+		other.Content = digest("another")
+		for _, in := range []journal.Intent{again, other} {
+			got, err := j.Begin(t.Context(), in)
+			require.ErrorIs(t, err, journal.ErrClaimed, "it would be handled twice")
+			got.Differs = false
+			requireSame(t, stored, got)
+			j.requireStored(t, stored)
+		}
+		_, err := j.Renew(t.Context(), e, journal.Note{})
+		require.NoError(t, err)
+		_, err = j.Begin(t.Context(), again)
+		require.ErrorIs(t, err, journal.ErrClaimed)
+		j.finish(t, e, journal.Done, journal.Note{})
+		got := j.claim(t, again)
+		require.Equal(t, 1, got.Generation, "nobody handles it any more, and it is forgotten")
+		require.Greater(t, got.Fence, e.Fence)
+		require.True(t, got.Expires.Equal(again.Expires.Truncate(time.Microsecond)), "%v", got.Expires)
+	}},
+	{"an expired delivery is begun anew when the lease of its claim ends, and not before", short, func(t *testing.T, j kit) {
+		in := event("1", time.Now().Add(short/2))
+		e := j.claim(t, in)
+		waitUntil(in.Expires)
+		renewed, err := j.Renew(t.Context(), e, journal.Note{Status: 202})
+		require.NoError(t, err)
+		in.Expires = time.Now().Add(time.Hour)
+		for {
+			got, err := j.Begin(t.Context(), in)
+			if err == nil {
+				require.False(t, time.Now().Before(renewed.Lease), "begun anew %v early", time.Until(renewed.Lease))
+				require.Equal(t, 1, got.Generation)
+				require.Greater(t, got.Fence, e.Fence)
+				require.True(t, got.Created.After(e.Created))
+				require.True(t, got.FirstSend.IsZero())
+				require.Zero(t, got.Status)
+				require.True(t, got.Expires.Equal(in.Expires.Truncate(time.Microsecond)), "%v", got.Expires)
+				return
+			}
+			require.ErrorIs(t, err, journal.ErrClaimed)
+			require.True(t, time.Since(renewed.Lease) < 10*time.Second, "still claimed long after its lease")
+			time.Sleep(5 * time.Millisecond) // the lease has to end in real time
+		}
+	}},
+	{"a late owner of an expired delivery does not touch the new one", short, func(t *testing.T, j kit) {
+		in := event("1", time.Now().Add(short/2))
+		late := j.claim(t, in)
+		waitUntil(late.Lease)
 		in.Expires = time.Now().Add(time.Hour)
 		e := j.claim(t, in)
 		j.requireLate(t, late)
@@ -109,21 +160,40 @@ var deliveries = []check{
 		require.Len(t, got, 1)
 		require.Equal(t, "1", got[0].ID)
 	}},
-	{"Sweep deletes expired deliveries and leaves no tombstone", long, func(t *testing.T, j kit) {
-		soon := time.Now().Add(short)
+	{"Sweep leaves an expired delivery alone while its claim is live", long, func(t *testing.T, j kit) {
+		in := event("1", time.Now().Add(short))
+		e := j.claim(t, in)
+		free := j.claim(t, event("2", in.Expires))
+		j.release(t, free, journal.Note{})
+		stored := j.get(t, in.Operation)
+		waitUntil(in.Expires)
+		require.Equal(t, journal.Swept{Deleted: 1}, j.sweep(t, 0), "only what nobody works on")
+		j.requireNone(t, free.Operation)
+		require.Equal(t, journal.Swept{}, j.sweep(t, time.Nanosecond), "whatever keep is")
+		j.requireStored(t, stored)
+		j.finish(t, e, journal.Done, journal.Note{})
+		require.Equal(t, journal.Swept{Deleted: 1}, j.sweep(t, 0))
+		j.requireNone(t, e.Operation)
+	}},
+	{"Sweep deletes expired deliveries and leaves no tombstone", short, func(t *testing.T, j kit) {
+		soon := time.Now().Add(short / 2)
 		var gone []journal.Entry
 		for _, s := range []journal.State{journal.Pending, journal.Done, journal.Refused} {
 			e := j.claim(t, event(s.String(), soon))
-			if s != journal.Pending {
+			if s == journal.Pending {
+				j.release(t, e, journal.Note{})
+			} else {
 				j.finish(t, e, s, journal.Note{})
 			}
 			gone = append(gone, e)
 		}
+		claimed := j.claim(t, event("claimed", soon)) // by one that dies
+		gone = append(gone, claimed)
 		stay := event("stays", time.Now().Add(time.Hour))
 		stay.Request = []byte("sealed request")
 		stored := j.finish(t, j.claim(t, stay), journal.Done, journal.Note{Answer: []byte("sealed answer")})
-		waitUntil(soon)
-		require.Equal(t, journal.Swept{Deleted: 3}, j.sweep(t, time.Hour))
+		waitUntil(claimed.Lease)
+		require.Equal(t, journal.Swept{Deleted: 4}, j.sweep(t, time.Hour))
 		for _, e := range gone {
 			j.requireNone(t, e.Operation)
 		}
