@@ -666,6 +666,10 @@ func (o *operation) handOver(resp *http.Response) {
 		b.rest, b.holdsGate = resp.Body, o.inGate
 	}
 	resp.Body = b
+	if rec := o.record(); rec != nil && rec.stream != nil {
+		// Whoever leaves without a Close must not hold the claim for ever.
+		rec.left = context.AfterFunc(o.Context, func() { b.end(false) })
+	}
 }
 
 // answerBody is the body of an answer: what was buffered, then the rest from
@@ -709,6 +713,13 @@ func (b *answerBody) Close() error {
 }
 
 func (b *answerBody) free(whole bool) {
+	if rec := b.a.o.record(); rec != nil && rec.left != nil {
+		rec.left()
+	}
+	b.end(whole)
+}
+
+func (b *answerBody) end(whole bool) {
 	if b.freed.Swap(true) {
 		return
 	}

@@ -52,7 +52,7 @@ func (c *Client) Do(req *http.Request) (*http.Response, error) {
 	if err != nil {
 		return nil, err
 	}
-	if r := ReportOf(resp); r != nil && r.Reason != nil && !errors.Is(r.Reason, ErrJournal) { // a journal that failed takes no answer away
+	if r := ReportOf(resp); r != nil && r.Reason != nil && !r.onlyJournal { // a journal that failed takes no answer away
 		return nil, errorOf(resp, r)
 	}
 	return resp, nil

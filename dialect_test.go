@@ -223,8 +223,6 @@ func TestC24_LockThatIsNeverReleasedEndsWithinMaxElapsed(t *testing.T) {
 		require.LessOrEqual(t, time.Since(start), 10*time.Second)
 		require.Greater(t, time.Since(start), 5*time.Second)
 
-		// The entry of a journal stays pending; without one, the same
-		// operation goes on once the server lets go of the key.
 		s.Advance(2 * time.Hour)
 		resp, err := c.Do(newPayment(t, ctx, s, "c24"))
 		require.NoError(t, err)
@@ -288,7 +286,6 @@ func TestC25_ReusedKeyIsATypedErrorAndNeverGetsANewKey(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			virtual(t, func(t *testing.T) {
 				p := newScriptedProvider(t, append(tc.first, says(422, reusedKeyProblem))...)
-				// With a journal the entry stays pending; here the report is the witness.
 				ctx := idem.WithOperation(context.Background(), idem.Operation{Name: "charge", ID: "c25"})
 				if tc.minted {
 					ctx = context.Background()
@@ -402,7 +399,6 @@ func TestC27_FailureAfterTheCommitEndsInTheReplayOfSuccess(t *testing.T) {
 		s := inMemory(t)
 		require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Status, Status: 503, Point: fakeserver.AfterEffect}))
 
-		// A journal would have the entry done; it comes with its own tests.
 		resp, err := idem.NewClient(over(s)).Do(newPayment(t, context.Background(), s, "c27"))
 
 		require.NoError(t, err)

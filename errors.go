@@ -38,9 +38,10 @@ var (
 	ErrKeyExpired = errors.New("idem: key window has passed")
 
 	// ErrJournal: Transport.Journal failed. Where it could not write before
-	// the first send, nothing was sent. Where it failed after the answer, the
-	// answer stands (Report.Reason beside a response), and the entry stays
-	// pending, to be resumed with the same key. The cause is wrapped.
+	// the first send, nothing was sent; where a lease that ended could not be
+	// renewed, nothing more. Where it failed after the answer, the answer stands
+	// (Report.Reason beside a response), and the entry stays pending, to be
+	// resumed with the same key. The cause is wrapped.
 	ErrJournal = errors.New("idem: journal failed")
 
 	// From the answer of the server, or known before asking it.

@@ -2,6 +2,7 @@ package idem
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"time"
 
@@ -32,8 +33,8 @@ type Hooks struct {
 
 // SlogHooks logs to l: attempts and waits at debug level, with the key
 // shortened, and one final line for each RoundTrip of a write: at debug level if
-// the outcome is Executed, else at warn level with the whole key, which
-// somebody may have to paste into a dashboard. The final line is
+// the outcome is Executed (and the Journal could note it), else at warn level with
+// the whole key, which somebody may have to paste into a dashboard. The final line is
 // "idem: operation ended" with operation, key, outcome, reason, attempts,
 // last_status and request_id. No body, credential, URL or query is logged.
 // A nil l is slog.Default() at the time of the call.
@@ -72,7 +73,7 @@ func SlogHooks(l *slog.Logger) Hooks {
 		},
 		Done: func(ctx context.Context, r *Report) {
 			level := slog.LevelWarn
-			if r.Outcome == Executed || !r.write {
+			if r.Outcome == Executed && !errors.Is(r.Reason, ErrJournal) || !r.write {
 				level = slog.LevelDebug
 			}
 			logger().LogAttrs(ctx, level, "idem: operation ended", r.attrs()...)

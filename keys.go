@@ -30,7 +30,7 @@ type Operation struct {
 	ID string
 	// Started is when the operation was written down (the row's created_at).
 	// It enforces the key window across calls and processes. Zero: not
-	// known. More than a minute in the future is ErrInvalid.
+	// known; a Journal then knows best. More than a minute in the future is ErrInvalid.
 	Started time.Time
 }
 
@@ -66,7 +66,8 @@ func (op Operation) check(now time.Time) error {
 
 // WithOperation returns a context under which a request carries the key of
 // op: a UUIDv5 derived from scope, name and id, the same in every call and
-// every process. It wins over a key header on the request, because vendor
+// every process. (With [Transport.Journal] it is the key that the journal has:
+// the derived one at first, a fresh one after a refusal.) It wins over a key header on the request, because vendor
 // SDKs mint one per call.
 //
 // The first keyed request binds the context to its method, URL and body;

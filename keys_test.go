@@ -306,7 +306,6 @@ func TestC12_SameKeyAfterEveryKindOfFirstFailure(t *testing.T) {
 	}
 }
 
-// Resuming the operation after a crash waits for the journal.
 func TestC14_RebuiltBodyThatDiffersIsRefused(t *testing.T) {
 	const written = `{"amount":1999,"currency":"usd","reference":"order-14"}`
 	const rebuilt = `{"currency":"usd","amount":1999,"reference":"order-14"}`
@@ -348,8 +347,6 @@ func TestC14_RebuiltBodyThatDiffersIsRefused(t *testing.T) {
 	}
 }
 
-// A key that a journal knows from another context or before a restart waits
-// for the journal.
 func TestC15_KeyOfOneOperationIsNotSpentOnAnother(t *testing.T) {
 	type call func(t *testing.T, ctx context.Context, s *fakeserver.Server) *http.Request
 	post := func(path, body string) call {
@@ -657,8 +654,6 @@ func TestC17_LimitThatWouldCutMadeKeysIsInvalid(t *testing.T) {
 	})
 }
 
-// That a journal closes the entry as refused, keeps the unknown one pending,
-// and frees it only by Settle or Abandon waits for the journal.
 func TestC19_RefusedOperationIsOverAndANewOneHasANewKey(t *testing.T) {
 	declined := fmt.Sprintf(`{"amount":%d,"currency":"usd","reference":"order-19"}`, fakeserver.DeclinedAmount)
 	virtual(t, func(t *testing.T) {
@@ -768,8 +763,6 @@ func TestC20_RotatedCredentialStaysInItsScope(t *testing.T) {
 	}
 }
 
-// Their journal entries, and the second call after a restart, wait for the
-// journal.
 func TestC21_SameKeyInTwoScopesIsTwoOperations(t *testing.T) {
 	for from, name := range map[string]func(*http.Request) *http.Request{
 		"context": func(r *http.Request) *http.Request { return r.WithContext(idem.WithKey(r.Context(), "order-1")) },

@@ -87,7 +87,8 @@ type Report struct {
 	// says in which place of the answer it stands; "": not known.
 	Reference string
 
-	write bool // it may have an effect
+	write       bool // it may have an effect
+	onlyJournal bool // Reason is that of a journal that failed behind the answer
 }
 
 // copy shares nothing with r.
@@ -173,13 +174,13 @@ func OutcomeOf(resp *http.Response, err error) Outcome {
 }
 
 // LogValue implements [slog.LogValuer]. The key is whole unless the
-// operation ended Executed.
+// operation ended Executed and nothing more is to be done about it.
 func (r Report) LogValue() slog.Value { return slog.GroupValue(r.attrs()...) }
 
 // attrs is the fixed form of the final line.
 func (r *Report) attrs() []slog.Attr {
 	key := r.Key
-	if r.Outcome == Executed {
+	if r.Outcome == Executed && !errors.Is(r.Reason, ErrJournal) {
 		key = shortKey(key)
 	}
 	reason, status, id, attempts := "", 0, "", 0

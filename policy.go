@@ -51,7 +51,7 @@ type Policy struct {
 	// KeyWindow is how long the server remembers a key, from the first send.
 	// Nothing is sent later than KeyWindow less one AttemptTimeout after it:
 	// ErrKeyExpired. 0: the dialect's; where that states none, an
-	// Operation with Started demands one.
+	// Operation with Started, or a Journal, demands one.
 	KeyWindow time.Duration
 	// MaxResumes is how often [Client.Resume] sends one entry again without
 	// coming to an orderly end with it; then the entry needs a person's

@@ -21,9 +21,11 @@ type record struct {
 	before  int     // attempts in the report that another RoundTrip noted
 	fence   int64   // of the RoundTrip that was redirected here
 	done    bool    // carried out before this call
+	clean   bool    // nothing that was sent before with the key can have had an effect
 	unknown bool    // an earlier call may have reached the server
 	resume  *resumption
-	stream  *ending // of a streamed answer: its end decides
+	stream  *ending     // of a streamed answer: its end decides
+	left    func() bool // ends the watch on the context of its reader; nil: there is none
 
 	mu    sync.Mutex // guards what follows
 	entry journal.Entry
@@ -55,6 +57,9 @@ func (o *operation) record() *record {
 	return o.late.record
 }
 
+// errEnlisted: the entry was enlisted while the call ran, so a resume will send it.
+var errEnlisted = errors.New("idem: the operation was enlisted meanwhile")
+
 // journalErr is a failure of the journal itself.
 func journalErr(err error) error {
 	if errors.Is(err, journal.ErrInvalid) {
@@ -72,17 +77,18 @@ func (o *operation) open() error {
 	if err != nil {
 		return err
 	}
-	if rec.resume, _ = o.Context.Value(resuming{}).(*resumption); rec.resume != nil {
+	if rec.resume = o.resumption(); rec.resume != nil {
 		in.MaxResumes = o.t.policy.MaxResumes
 		if rec.resume.scope != o.scope {
 			return scopeChanged(rec.resume.scope, o.scope)
 		}
 	}
+	hopKey := o.report.Key
 	for poll := claimPoll; ; poll = min(2*poll, claimPollMax) {
 		e, err := o.t.Journal.Begin(o.Context, in)
 		switch {
 		case err == nil:
-			return o.opened(e)
+			return o.opened(e, hopKey)
 		case o.Err() != nil:
 			return o.cancelled()
 		case errors.Is(err, journal.ErrMismatch):
@@ -164,13 +170,15 @@ func (o *operation) known(e journal.Entry) {
 }
 
 // opened takes over what the journal remembers.
-func (o *operation) opened(e journal.Entry) error {
+func (o *operation) opened(e journal.Entry, hopKey string) error {
 	rec := o.record()
-	hopKey := o.report.Key
 	rec.mu.Lock()
-	rec.entry, rec.held = e, e.State == journal.Pending
+	rec.entry, rec.held = e, e.State == journal.Pending && !(rec.resume != nil && e.Clear)
 	rec.mu.Unlock()
 	if o.isHop && e.Key != hopKey { // decided by a person since the redirect
+		if fresh := e.FirstSend.IsZero(); rec.claimed() { // and begun anew by this Begin: nobody asked for that
+			_ = rec.release(o, journal.Note{NotSent: fresh, Clear: fresh || e.Clear})
+		}
 		return fmt.Errorf("%w: the entry was decided meanwhile", ErrInProgress)
 	}
 	o.known(e)
@@ -187,8 +195,9 @@ func (o *operation) opened(e journal.Entry) error {
 	}
 	// Nothing that was sent before can have had an effect; on a hop, what this
 	// operation sent stands in its report.
-	o.minted = e.Clear || e.FirstSend.IsZero() || o.isHop && o.minted && e.Fence == rec.fence+1
-	rec.unknown = !o.minted && !o.isHop
+	clean := e.Clear || e.FirstSend.IsZero() || o.isHop && o.minted && e.Fence == rec.fence+1
+	rec.clean, rec.unknown = clean, !clean && !o.isHop
+	o.minted = clean && !e.Enlisted // which a resume will send, whatever comes of this call
 	rec.renewAfter(o.t.Journal, time.Until(e.Lease))
 	if err := checkKey(e.Key, "journal", &o.t.dialect); err != nil {
 		return err
@@ -241,10 +250,13 @@ func (rec *record) renewAfter(j journal.Journal, rest time.Duration) {
 		if !rec.claimed() {
 			return
 		}
-		_ = rec.renew(context.Background(), j, journal.Note{})
+		err := rec.renew(context.Background(), j, journal.Note{})
 		rec.mu.Lock()
 		defer rec.mu.Unlock()
 		if rec.held && !rec.lost {
+			if err == nil { // a store that is down keeps the pace
+				every = max(time.Until(rec.entry.Lease)/3, 10*time.Millisecond)
+			}
 			rec.timer.Reset(every)
 		}
 	})
@@ -302,8 +314,11 @@ func (o *operation) conclude(resp *http.Response) {
 	rec, r := o.record(), &o.report
 	if rec.done {
 		r.Outcome = Executed
-		if errors.Is(r.Reason, ErrKeyExpired) {
+		switch n := len(r.Attempts); {
+		case errors.Is(r.Reason, ErrKeyExpired):
 			r.Reason = ErrAlreadyDone
+		case r.Reason == nil && n > rec.before && resp != nil && resp.StatusCode/100 != 3 && r.Attempts[n-1].evidence != done:
+			r.Reason = fmt.Errorf("%w: the answer %d is not the one that it had", ErrAlreadyDone, resp.StatusCode)
 		}
 		return
 	}
@@ -319,7 +334,7 @@ func (o *operation) conclude(resp *http.Response) {
 	switch state, final := o.closes(); {
 	case final && rec.resume != nil:
 		err = rec.hold(o, resp, state, n)
-	case final && resp != nil && !o.now.whole:
+	case final && state == journal.Done && resp != nil && !o.now.whole:
 		rec.stream = &ending{state, n}
 		err = rec.note(o, n)
 	case final:
@@ -331,22 +346,23 @@ func (o *operation) conclude(resp *http.Response) {
 		err = errors.Join(err, e)
 	default:
 		err = rec.release(o, o.unfinished(n))
-		if err != nil && !rec.stillOurs(err) { // whoever took it over may have sent the key
+		if err != nil && !errors.Is(err, errEnlisted) && !rec.stillOurs(err) { // whoever took it over may have sent the key
 			r.EarlierUnknown = true
 		}
 		if err != nil { // or a resume will, that does not know what the caller was told
 			claimed := r.Outcome
 			r.Outcome = fold(r.Attempts, false)
-			if r.Reason != nil && r.Outcome != claimed && !errors.Is(err, journal.ErrClaimLost) {
+			if r.Reason != nil && r.Outcome != claimed && !errors.Is(err, journal.ErrClaimLost) && !errors.Is(err, errEnlisted) {
 				r.Reason = fmt.Errorf("%w; %w", r.Reason, journalErr(err))
 			}
 		}
-		if errors.Is(err, journal.ErrClaimLost) {
+		if errors.Is(err, journal.ErrClaimLost) || errors.Is(err, errEnlisted) {
 			err = nil // they go on with it
 		}
 	}
 	if err != nil && r.Reason == nil {
-		r.Reason = journalErr(err)
+		// Also what the journal calls invalid: it is its entry, and not the request.
+		r.Reason, r.onlyJournal = fmt.Errorf("%w: %w", ErrJournal, err), true
 	}
 }
 
@@ -403,7 +419,10 @@ func (rec *record) release(o *operation, n journal.Note) error {
 	e := rec.letGo()
 	ctx, cancel := lastWrite(o)
 	defer cancel()
-	_, err := o.t.Journal.Release(ctx, e, n)
+	now, err := o.t.Journal.Release(ctx, e, n)
+	if err == nil && n.Clear && !now.Clear {
+		return errEnlisted
+	}
 	return err
 }
 

@@ -7,6 +7,7 @@ import (
 	"io"
 	"iter"
 	"net/http"
+	"sync/atomic"
 	"time"
 
 	"github.com/idem-go/idem/journal"
@@ -19,7 +20,7 @@ type Resumed struct {
 	// Done and Refused entries are finished: the server answered, and done
 	// returned nil.
 	Done, Refused int
-	// Unknown ones were tried again, and it is still not known what became of
+	// Unknown ones were sent again, and it is still not known what became of
 	// them, or the server could not be reached. The next resume goes on with
 	// them.
 	Unknown int
@@ -48,7 +49,8 @@ func (r Resumed) String() string {
 type PendingOperation struct {
 	journal.Entry
 	// Left is how long the key may still be sent: the key window, from the
-	// first send, less one Policy.AttemptTimeout. 0 or less: it has passed, and
+	// first send, less one Policy.AttemptTimeout; all of it if nothing was sent
+	// yet that can have had an effect. 0 or less: it has passed, and
 	// a person must look the operation up at the provider.
 	Left time.Duration
 	// Attention: it was resumed too often; see Resumed.Attention.
@@ -63,6 +65,7 @@ type resumption struct {
 	scope  string         // of the entry
 	sealed bool           // the request is the stored one
 	left   []string       // names of headers that it had and that are not stored
+	taken  atomic.Bool    // by its own request: what Prepare, a hook or done send under its context is not of it
 	o      *operation     // whose claim is left to Resume; nil: there is none
 	resp   *http.Response // its answer, before any redirect
 	ending ending
@@ -92,13 +95,16 @@ func (c *Client) journal() (*Transport, journal.Journal, error) {
 // before (ErrKeyReused otherwise, and nothing is sent), with fresh
 // credentials. No request and no error: the entry is not this Transport's. It
 // is not asked where Transport.Seal stored the request, and may be nil if that
-// is always so; Transport.Prepare then brings the credentials. (Where there is
-// no Prepare and the request had some, build is asked.)
+// is always so; Transport.Prepare then brings the credentials. (Where there is no
+// Prepare and the request had some, and where the stored request is of another
+// dialect or does not open, build is asked, if there is one.)
 //
 // done receives each answer that ends an operation: State of the entry is Done
 // or Refused, Reference is the provider's id. Only its nil finishes the entry;
 // after an error the entry stays pending and the next resume gets the server's
-// replay. It may finish the entry itself, in a transaction of its own. The body
+// replay. So done may see an answer again, also after a crash, or a journal
+// that fails behind it: let it be harmless the second time, or let it finish the
+// entry in the transaction of what it writes (FinishTx of sqljournal). The body
 // is closed after it. nil: every answer is good.
 //
 // Expired keys are not sent. Policy has the pace and limits, Hooks.Resumed the
@@ -234,6 +240,11 @@ func wait(ctx context.Context, d time.Duration) bool {
 // send sends one entry again and counts what came of it.
 func (r *resumer) send(e journal.Entry) {
 	re := &resumption{scope: e.Scope}
+	defer func() { // a panic behind a redirect, in a hook or in done
+		if re.o != nil && re.o.record().claimed() {
+			_ = re.o.record().release(re.o, journal.Note{Attempts: re.ending.note.Attempts})
+		}
+	}()
 	req, err := r.request(e, re)
 	switch {
 	case err != nil:
@@ -263,7 +274,7 @@ func (r *resumer) send(e journal.Entry) {
 func (r *resumer) request(e journal.Entry, re *resumption) (*http.Request, error) {
 	if len(e.Request) > 0 && r.t.Seal != nil {
 		req, err := r.t.unsealRequest(r.ctx, &e, re)
-		if err != nil || len(re.left) == 0 || r.t.Prepare != nil || r.build == nil {
+		if r.build == nil || err == nil && req != nil && (len(re.left) == 0 || r.t.Prepare != nil) {
 			return req, err
 		}
 		re.left, re.sealed = nil, false // build brings what is not stored
@@ -282,13 +293,14 @@ func (r *resumer) conclude(e journal.Entry, re *resumption, resp *http.Response,
 	}
 	if re.o == nil {
 		switch {
-		case errors.Is(err, errNotPending), errors.Is(err, ErrInProgress) && !tried(resp, err), errors.Is(err, ErrScopeChanged) && !tried(resp, err):
+		case err != nil && r.ctx.Err() != nil && !attempted(resp, err): // untouched, as those behind it
+		case errors.Is(err, errNotPending), errors.Is(err, journal.ErrNotFound), errors.Is(err, ErrInProgress) && !attempted(resp, err), errors.Is(err, ErrScopeChanged) && !attempted(resp, err):
 			r.count(&r.sum.Skipped, e.Operation)
-		case errors.Is(err, ErrKeyExpired) && !tried(resp, err):
+		case errors.Is(err, ErrKeyExpired) && !attempted(resp, err):
 			r.count(&r.sum.Expired, e.Operation)
 		case errors.Is(err, journal.ErrAttention):
 			r.count(&r.sum.Attention, e.Operation)
-		case err != nil && !tried(resp, err):
+		case err != nil && !attempted(resp, err):
 			r.fail(e.Operation, err)
 		default:
 			r.count(&r.sum.Unknown, e.Operation)
@@ -297,14 +309,19 @@ func (r *resumer) conclude(e journal.Entry, re *resumption, resp *http.Response,
 	}
 	rec, n := re.o.record(), re.ending.note
 	rec.mu.Lock()
-	now := rec.entry
+	now, lost := rec.entry, rec.lost
 	rec.mu.Unlock()
+	if lost { // whoever took it over goes on with it
+		rec.letGo()
+		r.count(&r.sum.Skipped, e.Operation)
+		return
+	}
 	now.State, now.Status = re.ending.state, n.Status
 	if n.Reference != "" {
 		now.Reference = n.Reference
 	}
 	if err == nil {
-		err = r.tell(rec, re, now, resp)
+		err = r.tell(now, resp)
 	}
 	if err != nil {
 		_ = rec.release(re.o, journal.Note{Attempts: n.Attempts, Status: n.Status, Orderly: true})
@@ -324,30 +341,35 @@ func (r *resumer) conclude(e journal.Entry, re *resumption, resp *http.Response,
 	}
 }
 
-// tell calls done; the entry stays claimed meanwhile, also if it panics until
-// the lease ends.
-func (r *resumer) tell(rec *record, re *resumption, e journal.Entry, resp *http.Response) (err error) {
-	ok, body := false, resp.Body
-	defer func() {
-		if !ok && err == nil {
-			_ = rec.release(re.o, journal.Note{Attempts: re.ending.note.Attempts})
-		}
-	}()
+// tell calls done and reads the rest of the answer.
+func (r *resumer) tell(e journal.Entry, resp *http.Response) error {
+	body := resp.Body
 	if r.done != nil {
-		err = r.done(e, resp)
-	}
-	if err == nil {
-		_, err = io.Copy(io.Discard, io.LimitReader(body, drainBytes)) // its end belongs to the answer
-		if errors.Is(err, http.ErrBodyReadAfterClose) {
-			err = nil
+		if err := r.done(e, resp); err != nil {
+			return err
 		}
 	}
-	ok = true
+	// Its end belongs to the answer, but it may have none.
+	var late atomic.Bool
+	timer := time.AfterFunc(r.t.policy.drainLimit(), func() { late.Store(true); _ = body.Close() })
+	_, err := io.Copy(io.Discard, io.LimitReader(body, drainBytes))
+	timer.Stop()
+	if late.Load() || errors.Is(err, http.ErrBodyReadAfterClose) {
+		return nil
+	}
 	return err
 }
 
-// tried reports whether the call came to an attempt.
-func tried(resp *http.Response, err error) bool {
+// drainLimit is how long the rest of an answer that done did not read is waited for.
+func (p *Policy) drainLimit() time.Duration {
+	if p.AttemptTimeout > 0 {
+		return p.AttemptTimeout
+	}
+	return drainTime
+}
+
+// attempted reports whether the call came to an attempt.
+func attempted(resp *http.Response, err error) bool {
 	var e *Error
 	if errors.As(err, &e) {
 		return len(e.Attempts) > 0
@@ -440,7 +462,8 @@ func (c *Client) decide(ctx context.Context, op journal.Operation, d journal.Dec
 // Intent is what the Journal would be asked to begin for req, whose context
 // names its operation ([WithOperation]): for a journal that can write it down in
 // a transaction of the caller's own, such as the BeginTx of sqljournal. [Resume]
-// sends it later. Nothing is sent or written; the body is read and closed.
+// sends it later. Nothing is sent or written; the body is read and closed. Each
+// Intent is for one call. Errors: ErrInvalid, ErrKeyInvalid, that of the body.
 //
 // [Resume]: Client.Resume
 func (c *Client) Intent(req *http.Request) (journal.Intent, error) {

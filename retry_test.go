@@ -312,8 +312,6 @@ func TestC39_LastAttemptGetsTheRestOfTheClientsTimeout(t *testing.T) {
 		require.InDelta(t, 50*time.Millisecond, report.Attempts[1].Took, float64(10*time.Millisecond))
 		require.ErrorIs(t, report.Reason, context.DeadlineExceeded)
 
-		// A journal would keep the entry pending; here the same operation,
-		// called again, goes on with its key.
 		resp, err := idem.NewClient(tr).Do(newPayment(t, ctx, s, "c39"))
 		require.NoError(t, err)
 		readAll(t, resp)
@@ -342,7 +340,6 @@ func TestC40_CancelAfterTheCommitLeavesTheOperationOpen(t *testing.T) {
 		require.Equal(t, idem.Unknown, e.Outcome)
 		key := e.Key
 
-		// In place of Resume, which needs a journal: the same operation again.
 		resp, err := c.Do(newPayment(t, operation, s, "c40"))
 		require.NoError(t, err)
 		require.Contains(t, readAll(t, resp), s.Effects()[0].ID)

@@ -19,12 +19,13 @@ import (
 // ciphertext of one of these, bound to the operation.
 type (
 	sealedRequest struct {
-		Method string
-		URL    string // without user info
-		Host   string
-		Header http.Header
-		Left   []string // names of what else was in the header
-		Body   []byte
+		Dialect string // its name: another Transport may share the journal and the AEAD
+		Method  string
+		URL     string // without user info
+		Host    string
+		Header  http.Header
+		Left    []string // names of what else was in the header
+		Body    []byte
 	}
 	sealedAnswer struct {
 		Status int
@@ -79,7 +80,7 @@ func boundTo(kind string, op journal.Operation) []byte {
 
 // sealRequest stores the request so that a resume needs nobody to build it.
 func (o *operation) sealRequest() ([]byte, error) {
-	s := sealedRequest{Method: o.method(), URL: urlOf(o.req.URL), Host: o.req.Host, Header: make(http.Header)}
+	s := sealedRequest{Dialect: o.t.dialect.Name, Method: o.method(), URL: urlOf(o.req.URL), Host: o.req.Host, Header: make(http.Header)}
 	for name, values := range o.req.Header {
 		switch canonical := http.CanonicalHeaderKey(name); {
 		case storable(canonical):
@@ -129,7 +130,7 @@ func ofTheCall(name string) bool {
 // lacks names a header that a stored request had and the attempt has not: it
 // may say whose money it is, so without it the request is another one.
 func (a *attempt) lacks() error {
-	re, _ := a.o.Context.Value(resuming{}).(*resumption)
+	re := a.o.resumption()
 	if re == nil || a.o.isHop {
 		return nil
 	}
@@ -146,6 +147,9 @@ func (t *Transport) unsealRequest(ctx context.Context, e *journal.Entry, re *res
 	var s sealedRequest
 	if err := t.unseal("request", e.Operation, e.Request, &s); err != nil {
 		return nil, err
+	}
+	if s.Dialect != t.dialect.Name {
+		return nil, nil // another provider's, as far as is known: its key may have another header, and Prepare brings other credentials
 	}
 	if _, err := url.Parse(s.URL); err != nil {
 		return nil, journalErr(fmt.Errorf("the stored request of %v has no valid URL", e.Operation))

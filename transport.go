@@ -58,17 +58,23 @@ type Transport struct {
 	// (ErrJournal). It needs a Policy.KeyWindow or a Dialect that states one;
 	// with a Dialect that has Reference pointers it keeps the provider's ids.
 	// Other requests are not journalled. A journal that is taken into use for
-	// operations that were sent before wants their Operation.Started. nil:
-	// nothing is remembered.
+	// operations that were sent before wants their Operation.Started. An answer
+	// that is streamed keeps its claim until its body is read or closed; only its
+	// end finishes the entry, and a journal that fails then is not heard of: the
+	// entry stays pending. Scopes have at most 255 bytes. Transports that share a
+	// Journal need a Scope each, or operations with other names. nil: nothing is
+	// remembered.
 	Journal journal.Journal
 	// Seal encrypts what the Journal stores beyond keys and digests: the
 	// request, so that [Client.Resume] needs nobody to build it, and the answer
 	// of an operation that is done, so that a repeated call gets it back. Stored
-	// are bodies within the buffer limits, and of the request's header what says
-	// what the request means (Content-*, Accept, Prefer, If-Match, *-Version); no
-	// credential, no Set-Cookie. What else the header had, Prepare must bring
-	// again before a stored request is resumed (ErrInvalid). Nonces are random: with AES-GCM change the AEAD's key before
-	// 2^32 operations. nil: no body is stored.
+	// are bodies within the buffer limits, the URL with its query, and of the
+	// request's header what says what the request means (Content-*, Accept,
+	// Prefer, If-Match, *-Version); no credential of the header, no Set-Cookie.
+	// What else the header had, Prepare must bring again before a stored request
+	// is resumed (ErrInvalid). Nonces are random: with AES-GCM change the AEAD's
+	// key before 2^32 operations, to one that still opens what the old one sealed.
+	// nil: no body is stored.
 	Seal cipher.AEAD
 
 	setup   sync.Once // fills the rest
@@ -280,7 +286,8 @@ type aftermath struct {
 	body   []byte
 	ended  error // the caller's ctx.Err(), or DeadlineExceeded
 	waits  generator
-	record *record // what the journal has of it; nil: it is not journalled
+	record *record     // what the journal has of it; nil: it is not journalled
+	resume *resumption // that it is of; nil: it is an ordinary call
 }
 
 func (o *operation) aftermath() *aftermath {
@@ -340,10 +347,13 @@ func (o *operation) begin() error {
 		return err
 	}
 	o.started = time.Now()
+	if re := o.resumptionAfter(previous); re != nil {
+		o.aftermath().resume = re
+	}
 	switch {
 	case previous == nil:
 		o.scope = o.scopeOf(req)
-		if err = o.chooseKey(); err == nil && o.record() == nil && o.Context.Value(resuming{}) != nil {
+		if err = o.chooseKey(); err == nil && o.record() == nil && o.resumption() != nil {
 			err = fmt.Errorf("%w: the request of the resume is a %s, which gets no key", ErrKeyReused, o.method())
 		}
 	case o.continues(previous):
@@ -377,10 +387,30 @@ func (o *operation) begin() error {
 	return o.claimKey()
 }
 
+// resumptionAfter finds the resumption that o sends the request of.
+func (o *operation) resumptionAfter(previous *operation) *resumption {
+	if previous != nil {
+		return previous.resumption()
+	}
+	re, _ := o.Context.Value(resuming{}).(*resumption)
+	if re == nil || re.taken.Swap(true) {
+		return nil
+	}
+	return re
+}
+
+// resumption that o is of; nil: it is an ordinary call.
+func (o *operation) resumption() *resumption {
+	if o.late == nil {
+		return nil
+	}
+	return o.late.resume
+}
+
 // scopeOf asks for the scope. What it looks at comes with Prepare where the
 // request was stored; that of the entry is held to it then.
 func (o *operation) scopeOf(req *http.Request) string {
-	switch re, _ := o.Context.Value(resuming{}).(*resumption); {
+	switch re := o.resumption(); {
 	case o.t.Scope == nil:
 		return ""
 	case re != nil && re.sealed && o.t.Prepare != nil:

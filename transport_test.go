@@ -129,7 +129,6 @@ func TestC46_NoAttemptStartsAfterMaxElapsed(t *testing.T) {
 	})
 }
 
-// The half of C47 about a journal's size belongs to the journals.
 func TestC47_FinishedKeysLeaveNothingBehind(t *testing.T) {
 	const workers = 50
 	operations := 200_000

@@ -15,6 +15,8 @@ import (
 
 // DeliveryFault is one thing that goes wrong with an attempt to deliver an event, as data: it prints, travels as JSON and is
 // chosen by its filters. The package comment has a table of all kinds.
+//
+//	s.InjectDeliveries(fakeserver.DeliveryFault{Kind: fakeserver.Forged, Attempt: 1}) // the second attempt is genuine
 type DeliveryFault struct {
 	Kind DeliveryKind
 
@@ -33,8 +35,13 @@ type DeliveryFault struct {
 	Endpoint  string // only attempts at this endpoint, by name; "" = any
 	Event     string // only events of this type, for example "payment.succeeded"; "" = any
 	Reference string // only events of effects with this reference; "" = any
-	Attempt   int    // only this attempt of an event; 0 = any
-	Times     int    // at most so many hits; 0 = no limit
+
+	// Attempt is the only attempt of an event that it hits: 1 = the first, 0 = any. With 0 every attempt is hit, and after one
+	// that a receiver rightly refuses (delayed, old-timestamp, future-timestamp, forged, unsigned, reencoded, huge) or that is
+	// not heard (lost-answer) comes another of the same: the event is never delivered. Give 1, or a Rate below 1, or Times.
+	Attempt int
+
+	Times int // at most so many hits; 0 = no limit
 }
 
 // DeliveryKind says what goes wrong. The zero kind is no fault; only a script may hold it.

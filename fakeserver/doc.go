@@ -127,9 +127,22 @@
 //	handled       request.handled
 //
 // The event is made in the same locked step as the effect, so it may arrive before the answer to the client, and a
-// [Server.Restart] does not lose it. Its content is thin: what the ledger knows of the effect. Any other answer than 2xx is a
-// failure, a redirect too; so are no answer within [Endpoint].Timeout and a connection that breaks. A Retry-After makes the
-// wait longer, up to a day. With [StandardWebhooks] a 410 ends the endpoint.
+// [Server.Restart] does not lose it. Its data are thin: what the ledger knows of the effect. With [StandardWebhooks] they are
+// the member data, and the id of the event is in the header webhook-id; with [StripeSignature] they are data.object, and the id
+// is in the body.
+//
+//	{"type":"payment.succeeded","timestamp":"2026-01-02T15:04:05.123Z",
+//	 "data":{"id":"pay_1","object":"payment","reference":"order-1","amount":1999,"status":"succeeded"}}
+//
+//	{"id":"evt_1","object":"event","type":"payment.succeeded","created":1767366245,"livemode":false,
+//	 "data":{"object":{"id":"pay_1","object":"payment","reference":"order-1","amount":1999,"status":"succeeded"}}}
+//
+// The id in them is that of the resource. The object is payment (of a status too), refund, reservation (of a cancellation
+// too), upload or handled. The reference may be "". An amount of 0 is left out; that of an upload is its bytes. An upload and
+// a handled request have no status. Faults may add a note or padding, and [Endpoint].TimeInBody adds attempted_at beside type.
+//
+// Any other answer than 2xx is a failure, a redirect too; so are no answer within [Endpoint].Timeout and a connection that
+// breaks. A Retry-After makes the wait longer, up to a day. With [StandardWebhooks] a 410 ends the endpoint.
 //
 // An attempt meets at most one [DeliveryFault]: the step of a [Server.ScriptDeliveries], or else the first match among
 // those of [Server.InjectDeliveries]. The table says how many deliveries there are if the first attempt meets the fault, what

@@ -42,9 +42,11 @@ type Journal interface {
 	// it is now, except that FirstSend and Clear are as they were before:
 	// they say what earlier calls did.
 	//
-	//	no entry                  created, claimed
+	//	no entry                  created, claimed; on a resume ErrNotFound
 	//	refused                   the next generation, with Intent.NextKey; on a
 	//	                          resume the entry, not claimed
+	//	pending and Clear, on a
+	//	  resume                  the entry, not claimed
 	//	pending or done, another
 	//	  fingerprint             ErrMismatch, with the entry
 	//	done                      the entry, not claimed
@@ -153,6 +155,9 @@ type Entry struct {
 	// key had an effect. The entry waits for the caller to call again, and the
 	// key window begins with that call; a resume leaves it alone.
 	Clear bool
+	// Enlisted: the entry was written down in a transaction of the caller's
+	// own, which relies on a resume: it is never Clear.
+	Enlisted bool
 	// Attempts that were made, as far as their calls ended.
 	Attempts int
 	// Resumes that were begun after the call that created the entry and did
@@ -186,14 +191,18 @@ type Entry struct {
 	Differs bool
 }
 
-// Claimed reports whether a claim holds at t.
-func (e *Entry) Claimed(t time.Time) bool { return e.Owner != "" && t.Before(e.Lease) }
+// Claimed reports whether a claim holds at t. One that would hold for longer
+// than LongestLease was written while a clock was ahead, and holds no more.
+func (e *Entry) Claimed(t time.Time) bool {
+	return e.Owner != "" && t.Before(e.Lease) && e.Lease.Sub(t) <= LongestLease+time.Minute
+}
 
 // Intent is what Begin is asked to begin.
 type Intent struct {
 	Operation
 	// Key for a new entry, and NextKey for one whose last generation was
-	// refused.
+	// refused. Each Intent is for one Begin: the NextKey that was refused
+	// already is ErrInvalid.
 	Key, NextKey string
 	// Shape is the digest of what is always known of a request (method, URL,
 	// length of the body). Zero: it is not known yet; the first Begin that
@@ -291,4 +300,6 @@ var (
 	// ErrLatched: an earlier write failed. The store takes no more until it
 	// is opened anew.
 	ErrLatched = errors.New("journal: closed after a failed write")
+	// ErrClosed: the store was closed.
+	ErrClosed = errors.New("journal: closed")
 )

@@ -17,7 +17,7 @@ import (
 // after first use. Of each operation it keeps about 700 bytes, finished ones
 // too until a Sweep deletes them.
 type Memory struct {
-	// Lease is how long a claim holds unless renewed. 0: 30 s.
+	// Lease is how long a claim holds unless renewed. 0: 30 s; the most is 1 h.
 	Lease time.Duration
 	// Max is the most entries that are kept; one more is ErrFull, unless
 	// expired deliveries and old tombstones make room. Nothing else is ever
@@ -25,8 +25,8 @@ type Memory struct {
 	Max int
 
 	once  sync.Once // fills rules
-	rules Rules
-	err   error // of the random source
+	rules *Rules    // behind a pointer, so that %+v of a Memory does not print the secret
+	err   error     // of the random source
 
 	mu      sync.Mutex // guards what follows
 	entries map[Operation]*Entry
@@ -37,10 +37,10 @@ const defaultMax = 1 << 20
 
 func (m *Memory) ready() error {
 	m.once.Do(func() {
-		m.rules = Rules{Owner: "memory", Lease: m.Lease}
+		m.rules = &Rules{Owner: "memory", Lease: m.Lease}
 		m.rules.Secret, m.err = NewSecret()
-		if m.Lease < 0 {
-			m.err = fmt.Errorf("%w: Memory.Lease is %v; the least is 0 (30 s)", ErrInvalid, m.Lease)
+		if m.Lease < 0 || m.Lease > LongestLease {
+			m.err = fmt.Errorf("%w: Memory.Lease is %v; it must be 0 (30 s) to %v", ErrInvalid, m.Lease, LongestLease)
 		}
 		if m.Max < 0 {
 			m.err = fmt.Errorf("%w: Memory.Max is %d; the least is 0 (%d)", ErrInvalid, m.Max, defaultMax)

@@ -312,6 +312,7 @@ func TestMemoryThatCannotWorkSaysWhichFieldAndLimit(t *testing.T) {
 		names []string
 	}{
 		{&journal.Memory{Lease: -time.Second}, []string{"Memory.Lease", "-1s", "0"}},
+		{&journal.Memory{Lease: time.Hour + 1}, []string{"Memory.Lease", "1h0m0.000000001s", "0 (30 s) to 1h0m0s"}},
 		{&journal.Memory{Max: -3}, []string{"Memory.Max", "-3", "0"}},
 	} {
 		check := func(err error) {

@@ -5,8 +5,12 @@ import (
 	"time"
 )
 
-// DefaultLease is how long a claim holds unless it is renewed.
-const DefaultLease = 30 * time.Second
+// DefaultLease is how long a claim holds unless it is renewed, and LongestLease
+// the most that a store may be told.
+const (
+	DefaultLease = 30 * time.Second
+	LongestLease = time.Hour
+)
 
 // DefaultKeep is how long tombstones are kept.
 const DefaultKeep = 400 * 24 * time.Hour
@@ -29,6 +33,9 @@ type Rules struct {
 func (r *Rules) Begin(old *Entry, in Intent, now time.Time) (stored, returned Entry, write bool, err error) {
 	now = now.Round(0).Truncate(time.Microsecond)
 	print := r.fingerprint(in)
+	if old == nil && in.MaxResumes > 0 {
+		return Entry{}, Entry{}, false, ErrNotFound // swept meanwhile: it was finished
+	}
 	if old == nil || !old.Expires.IsZero() && !now.Before(old.Expires) && !old.Claimed(now) {
 		e := r.fresh(in, in.Key, print, now)
 		e.Generation = 1
@@ -46,8 +53,10 @@ func (r *Rules) Begin(old *Entry, in Intent, now time.Time) (stored, returned En
 	same := sameRequest(e.Fingerprint, print)
 	e.Differs = delivery && !same
 	switch {
-	case e.State == Refused && in.MaxResumes > 0:
+	case (e.State == Refused || e.Clear) && in.MaxResumes > 0:
 		return e, e, false, nil
+	case e.State == Refused && in.NextKey == e.Key && in.Expires.IsZero():
+		return e, e, false, usedNextKey()
 	case e.State == Refused:
 		n := r.fresh(in, in.NextKey, print, now)
 		n.Generation, n.Fence = e.Generation+1, e.Fence
@@ -77,24 +86,39 @@ func (r *Rules) Begin(old *Entry, in Intent, now time.Time) (stored, returned En
 
 // Enlist is the transition of writing an operation down without claiming it,
 // in a transaction of the caller's own: pending, and proved not to have been
-// sent. An entry that is there already is left alone if it is of the same
-// request, and ErrMismatch otherwise.
+// sent, whatever Intent.Started says. From then on a resume carries it out. An
+// entry of the same request that is there already keeps its key; one of another
+// request is ErrMismatch.
 func (r *Rules) Enlist(old *Entry, in Intent, now time.Time) (e Entry, write bool, err error) {
 	now = now.Round(0).Truncate(time.Microsecond)
 	print := r.fingerprint(in)
 	switch {
 	case old == nil:
 		e = r.fresh(in, in.Key, print, now)
-		e.Generation = 1
+		e.Generation, e.Enlisted = 1, true
 		return e, true, nil
+	case old.State == Refused && in.NextKey == old.Key:
+		return *old, false, usedNextKey()
 	case old.State == Refused:
 		e = r.fresh(in, in.NextKey, print, now)
-		e.Generation, e.Fence = old.Generation+1, old.Fence
+		e.Generation, e.Fence, e.Enlisted = old.Generation+1, old.Fence, true
 		return e, true, nil
 	case !sameRequest(old.Fingerprint, print):
 		return *old, false, ErrMismatch
+	case old.State == Pending && !old.Enlisted:
+		e = *old
+		e.Enlisted = true
+		if e.Clear { // a resume would leave it to its caller, who now relies on the resume
+			e.Clear, e.FirstSend = false, time.Time{}
+		}
+		return e, true, nil
 	}
 	return *old, false, nil
+}
+
+// usedNextKey: an Intent that was begun twice.
+func usedNextKey() error {
+	return fmt.Errorf("%w: Intent.NextKey is the key that was refused; each Intent is for one Begin", ErrInvalid)
 }
 
 // fresh is an entry that nobody has claimed yet.
@@ -181,7 +205,7 @@ func (r *Rules) Release(old *Entry, e Entry, n Note) (Entry, error) {
 	out := n.onto(*old)
 	out.Attempts += n.Attempts
 	out.Owner, out.Lease = "", time.Time{}
-	out.Clear = n.Clear
+	out.Clear = n.Clear && !old.Enlisted
 	if n.NotSent {
 		out.FirstSend = time.Time{}
 	}

@@ -1,7 +1,6 @@
 package journal_test
 
 import (
-	"crypto/sha256"
 	"fmt"
 	"strings"
 	"testing"
@@ -47,11 +46,19 @@ func delivery(e *journal.Entry) { e.Expires = noon.Add(time.Hour).Truncate(time.
 // held until two hours after noon, which is an hour after a delivery expires.
 func held(e *journal.Entry) { e.Lease = noon.Add(2 * time.Hour).Truncate(time.Microsecond) }
 
+// ahead: held by a clock that is a minute before all others, for as long as may be.
+func ahead(e *journal.Entry) {
+	e.Lease = noon.Add(journal.LongestLease + time.Minute).Truncate(time.Microsecond)
+}
+
 // noEffect: the last call told its caller so.
 func noEffect(e *journal.Entry) {
 	free(e)
 	e.Clear = true
 }
+
+// enlisted in a transaction of the caller's own.
+func enlisted(e *journal.Entry) { e.Enlisted = true }
 
 func resumed(n int) func(e *journal.Entry) { return func(e *journal.Entry) { e.Resumes = n } }
 
@@ -59,12 +66,15 @@ func resumed(n int) func(e *journal.Entry) { return func(e *journal.Entry) { e.R
 // whether the caller has it now, with which generation and key.
 func TestBeginIsATable(t *testing.T) {
 	same := payment("1")
-	resume, another, unknown := same, same, same
+	resume, another, unknown, used := same, same, same, same
 	resume.MaxResumes = 2
 	another.Content = digest("1999.00 eur")
 	unknown.Shape, unknown.Content = [32]byte{}, nil
 	anotherResume := another
 	anotherResume.MaxResumes = 2
+	used.NextKey = used.Key
+	usedResume, usedDelivery := used, used
+	usedResume.MaxResumes, usedDelivery.Expires = 2, noon.Add(time.Hour)
 	const first, second = "first-1", "second-1"
 	soon, ended, hours := noon.Add(time.Second), noon.Add(time.Minute), noon.Add(2*time.Hour)
 
@@ -79,7 +89,7 @@ func TestBeginIsATable(t *testing.T) {
 		err        error
 	}{
 		{"nothing", nil, same, noon, true, 1, first, nil},
-		{"nothing, resume", nil, resume, noon, true, 1, first, nil},
+		{"nothing, resume", nil, resume, noon, false, 0, "", journal.ErrNotFound},
 		{"nothing, shape not known", nil, unknown, noon, true, 1, first, nil},
 
 		{"claimed", some(), same, soon, false, 1, first, journal.ErrClaimed},
@@ -88,6 +98,8 @@ func TestBeginIsATable(t *testing.T) {
 		{"claimed, resume", some(), resume, soon, false, 1, first, journal.ErrClaimed},
 		{"claimed, another request", some(), another, soon, false, 1, first, journal.ErrMismatch},
 		{"claimed, resume too many", some(resumed(2)), resume, soon, false, 1, first, journal.ErrClaimed},
+		{"claimed, by a clock that is ahead", some(ahead), same, noon, false, 1, first, journal.ErrClaimed},
+		{"claimed, by a clock that was ahead", some(ahead), same, noon.Add(-time.Microsecond), true, 1, first, nil},
 		{"lease ended, another request", some(), another, ended, false, 1, first, journal.ErrMismatch},
 
 		{"free", some(free), same, noon, true, 1, first, nil},
@@ -100,8 +112,20 @@ func TestBeginIsATable(t *testing.T) {
 		{"free, resumed too often, a caller", some(free, resumed(9)), same, noon, true, 1, first, nil},
 
 		{"free, had no effect", some(noEffect), same, hours, true, 1, first, nil},
-		{"free, had no effect, resume", some(noEffect), resume, hours, true, 1, first, nil},
+		{"free, had no effect, resume", some(noEffect), resume, hours, false, 1, first, nil},
+		{"free, had no effect, resume too many", some(noEffect, resumed(2)), resume, hours, false, 1, first, nil},
+		{"free, had no effect, resume of another request", some(noEffect), anotherResume, hours, false, 1, first, nil},
 		{"free, had no effect, another request", some(noEffect), another, hours, false, 1, first, journal.ErrMismatch},
+
+		{"enlisted, claimed", some(enlisted), same, soon, false, 1, first, journal.ErrClaimed},
+		{"enlisted, the lease ends", some(enlisted), same, ended, true, 1, first, nil},
+		{"enlisted, free", some(enlisted, free), same, hours, true, 1, first, nil},
+		{"enlisted, free, resume", some(enlisted, free), resume, hours, true, 1, first, nil},
+		{"enlisted, free, resume too many", some(enlisted, free, resumed(2)), resume, hours, false, 1, first, journal.ErrAttention},
+		{"enlisted, free, another request", some(enlisted, free), another, hours, false, 1, first, journal.ErrMismatch},
+		{"enlisted, done", some(enlisted, done), same, hours, false, 1, first, nil},
+		{"enlisted, refused", some(enlisted, refused), same, hours, true, 2, second, nil},
+		{"enlisted, refused, resume", some(enlisted, refused), resume, hours, false, 1, first, nil},
 
 		{"done", some(done), same, hours, false, 1, first, nil},
 		{"done, resume", some(done), resume, hours, false, 1, first, nil},
@@ -113,6 +137,10 @@ func TestBeginIsATable(t *testing.T) {
 		{"refused, another request", some(refused), another, soon, true, 2, second, nil},
 		{"refused, resume", some(refused), resume, soon, false, 1, first, nil},
 		{"refused, resume of another request", some(refused), anotherResume, soon, false, 1, first, nil},
+		{"refused, with the key that was refused", some(refused), used, soon, false, 1, first, journal.ErrInvalid},
+		{"refused, with the key that was refused, resume", some(refused), usedResume, soon, false, 1, first, nil},
+		{"free, with a next key that it has", some(free), used, soon, true, 1, first, nil},
+		{"done, with a next key that it has", some(done), used, soon, false, 1, first, nil},
 
 		{"delivery, claimed", some(delivery), same, soon, false, 1, first, journal.ErrClaimed},
 		{"delivery, claimed, another digest", some(delivery), another, soon, false, 1, first, journal.ErrClaimed},
@@ -120,6 +148,7 @@ func TestBeginIsATable(t *testing.T) {
 		{"delivery, done", some(delivery, done), same, soon, false, 1, first, nil},
 		{"delivery, done, another digest", some(delivery, done), another, soon, false, 1, first, nil},
 		{"delivery, refused", some(delivery, refused), same, soon, true, 2, second, nil},
+		{"delivery, refused, with the key that was refused", some(delivery, refused), usedDelivery, soon, true, 2, first, nil},
 		{"delivery, a microsecond before it expires", some(delivery, done), same, noon.Add(time.Hour - time.Microsecond), false, 1, first, nil},
 		{"delivery, expired, done", some(delivery, done), same, noon.Add(time.Hour), true, 1, first, nil},
 		{"delivery, expired, refused", some(delivery, refused), same, noon.Add(time.Hour), true, 1, first, nil},
@@ -156,6 +185,7 @@ func TestBeginIsATable(t *testing.T) {
 				require.Equal(t, before, returned)
 				return
 			}
+			require.Equal(t, before.Enlisted && c.generation == 1, returned.Enlisted, "the next generation was not enlisted")
 			now := c.now.Truncate(time.Microsecond)
 			require.Equal(t, "me", returned.Owner)
 			require.Equal(t, now.Add(time.Minute), returned.Lease)
@@ -192,10 +222,14 @@ func TestFirstSendIsOfTheClaimAfterTheLastThatHadNoEffect(t *testing.T) {
 			in := payment("1")
 			in.MaxResumes = resumes
 			old := pendingEntry(t, free, func(e *journal.Entry) { e.FirstSend, e.Clear = c.firstSend, c.clear })
-			stored, returned, _, err := rules.Begin(&old, in, noon)
+			stored, returned, write, err := rules.Begin(&old, in, noon)
 			require.NoError(t, err, c.name)
 			require.Equal(t, c.firstSend, returned.FirstSend, c.name)
 			require.Equal(t, c.clear, returned.Clear, c.name)
+			if resumes > 0 && c.clear {
+				require.False(t, write, "%s: it waits for its caller", c.name)
+				continue
+			}
 			require.Equal(t, c.want, stored.FirstSend, c.name)
 			require.False(t, stored.Clear, c.name)
 			again, _, _, err := rules.Begin(&stored, in, noon.Add(time.Minute))
@@ -255,6 +289,8 @@ func TestClaimsEndOnce(t *testing.T) {
 		{"an older fence", some(), func(e *journal.Entry) { e.Fence-- }, false},
 		{"another generation", some(func(e *journal.Entry) { e.Generation++ }), func(*journal.Entry) {}, false},
 		{"released", some(free), func(*journal.Entry) {}, false},
+		{"enlisted before the claim", some(enlisted), enlisted, true},
+		{"enlisted meanwhile", some(enlisted), func(*journal.Entry) {}, true},
 		{"enlisted, never claimed", some(free, func(e *journal.Entry) { e.Fence = 0 }), func(e *journal.Entry) { e.Fence = 0 }, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -291,7 +327,7 @@ func TestClaimsEndOnce(t *testing.T) {
 			want.Status, want.Reference, want.Lease = 201, "pi_1", whole.Add(time.Minute)
 			require.Equal(t, want, renewed)
 			want.Owner, want.Lease, want.Attempts = "", time.Time{}, 2
-			want.Clear, want.FirstSend = true, time.Time{}
+			want.Clear, want.FirstSend = !before.Enlisted, time.Time{}
 			require.Equal(t, want, released)
 			want.Clear, want.FirstSend = before.Clear, before.FirstSend
 			want.State, want.Finished, want.Answer = journal.Done, whole, []byte("sealed")
@@ -333,56 +369,88 @@ func TestFinishAgainIsTheSameClaimAndState(t *testing.T) {
 	}
 }
 
-func TestEnlistWritesDownWithoutAClaim(t *testing.T) {
+// The transitions of Enlist: from what is there to whether something is written.
+func TestEnlistIsATable(t *testing.T) {
 	in := payment("1")
 	in.Request, in.Started = []byte("sealed"), noon.Add(-time.Hour)
-	e, write, err := rules.Enlist(nil, in, noon)
-	require.NoError(t, err)
-	require.True(t, write)
-	require.Equal(t, journal.Entry{
-		Operation: in.Operation, Generation: 1, Key: in.Key, Fingerprint: rules.Secret.Fingerprint(in.Shape, in.Content),
-		Created: noon.Truncate(time.Microsecond), Window: in.Window, Request: in.Request,
-	}, e, "pending, not claimed, not sent")
-	require.False(t, e.Claimed(noon))
-
-	claimed, returned, write, err := rules.Begin(&e, in, noon.Add(time.Second))
-	require.NoError(t, err)
-	require.True(t, write)
-	require.Equal(t, e.Key, claimed.Key)
-	require.Equal(t, 1, claimed.Generation)
-	require.EqualValues(t, 1, claimed.Fence)
-	require.True(t, returned.FirstSend.IsZero(), "nobody can have sent it")
-}
-
-func TestEnlistLeavesAnEntryOfTheSameRequestAlone(t *testing.T) {
-	other := payment("1")
-	other.Shape = sha256.Sum256([]byte("POST /v1/refunds 40"))
-	for name, state := range map[string][]func(e *journal.Entry){"claimed": some(), "free": some(free), "done": some(done)} {
-		old := pendingEntry(t, state...)
-		before := old
-		e, write, err := rules.Enlist(&old, payment("1"), noon.Add(time.Hour))
-		require.NoError(t, err, name)
-		require.False(t, write, name)
-		require.Equal(t, before, e, name)
-		e, write, err = rules.Enlist(&old, other, noon.Add(time.Hour))
-		require.ErrorIs(t, err, journal.ErrMismatch, name)
-		require.False(t, write, name)
-		require.Equal(t, before, e, name)
-		require.Equal(t, before, old, name)
+	another, used := in, in
+	another.Content = digest("1999.00 eur")
+	used.NextKey = used.Key
+	later := noon.Add(time.Hour)
+	// created is what Enlist writes where there was nothing to keep.
+	created := func(in journal.Intent, key string, generation int, fence int64) func(*journal.Entry) {
+		return func(e *journal.Entry) {
+			*e = journal.Entry{
+				Operation: in.Operation, Generation: generation, Key: key, Fingerprint: rules.Secret.Fingerprint(in.Shape, in.Content),
+				Created: later.Truncate(time.Microsecond), Window: in.Window, Request: in.Request, Fence: fence, Enlisted: true,
+			}
+		}
 	}
-}
-
-func TestEnlistOfARefusedOperationIsTheNextGeneration(t *testing.T) {
-	old := pendingEntry(t, refused)
-	in := payment("1")
-	in.Content = digest("another card")
-	e, write, err := rules.Enlist(&old, in, noon.Add(time.Hour))
-	require.NoError(t, err)
-	require.True(t, write)
-	require.Equal(t, journal.Entry{
-		Operation: in.Operation, Generation: 2, Key: in.NextKey, Fingerprint: rules.Secret.Fingerprint(in.Shape, in.Content),
-		Created: noon.Add(time.Hour).Truncate(time.Microsecond), Window: in.Window, Fence: old.Fence,
-	}, e)
+	waitsNoMore := func(e *journal.Entry) { e.Enlisted, e.Clear, e.FirstSend = true, false, time.Time{} }
+	notSent := func(e *journal.Entry) { e.FirstSend = time.Time{} }
+	for _, c := range []struct {
+		name string
+		old  []func(e *journal.Entry) // nil: no entry
+		in   journal.Intent
+		to   func(e *journal.Entry) // what becomes of it; nil: nothing is written
+		err  error
+	}{
+		{"nothing", nil, in, created(in, "first-1", 1, 0), nil},
+		{"claimed", some(), in, enlisted, nil},
+		{"free", some(free), in, enlisted, nil},
+		{"free, not sent", some(free, notSent), in, enlisted, nil},
+		{"free, had no effect", some(noEffect), in, waitsNoMore, nil},
+		{"free, had no effect, not sent", some(noEffect, notSent), in, waitsNoMore, nil},
+		{"enlisted, claimed", some(enlisted), in, nil, nil},
+		{"enlisted, free", some(enlisted, free), in, nil, nil},
+		{"done", some(done), in, nil, nil},
+		{"done, had no effect", some(noEffect, done), in, nil, nil},
+		{"enlisted, done", some(enlisted, done), in, nil, nil},
+		{"refused", some(refused), in, created(in, "second-1", 2, 1), nil},
+		{"enlisted, refused", some(enlisted, refused), in, created(in, "second-1", 2, 1), nil},
+		{"refused, another request", some(refused), another, created(another, "second-1", 2, 1), nil},
+		{"refused, with the key that was refused", some(refused), used, nil, journal.ErrInvalid},
+		{"free, with a next key that it has", some(free), used, enlisted, nil},
+		{"claimed, another request", some(), another, nil, journal.ErrMismatch},
+		{"free, another request", some(free), another, nil, journal.ErrMismatch},
+		{"free, had no effect, another request", some(noEffect), another, nil, journal.ErrMismatch},
+		{"enlisted, another request", some(enlisted, free), another, nil, journal.ErrMismatch},
+		{"done, another request", some(done), another, nil, journal.ErrMismatch},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var old *journal.Entry
+			var before journal.Entry
+			if c.old != nil {
+				before = pendingEntry(t, c.old...)
+				kept := before
+				old = &kept
+			}
+			e, write, err := rules.Enlist(old, c.in, later)
+			require.ErrorIs(t, err, c.err)
+			require.Equal(t, c.to != nil, write)
+			if old != nil {
+				require.Equal(t, before, *old, "old is not changed")
+			}
+			want := before
+			if c.to != nil {
+				c.to(&want)
+			}
+			require.Equal(t, want, e)
+			if err != nil || e.State != journal.Pending {
+				return
+			}
+			c.in.MaxResumes, c.in.Started = 1, time.Time{}
+			stored, returned, write, err := rules.Begin(&e, c.in, e.Lease.Add(2*time.Hour))
+			require.NoError(t, err)
+			require.True(t, write, "a resume carries it out")
+			require.Equal(t, e.Key, returned.Key)
+			require.Equal(t, e.FirstSend, returned.FirstSend)
+			e, err = rules.Release(&stored, returned, journal.Note{Clear: true})
+			require.NoError(t, err)
+			require.False(t, e.Clear, "and the next one does")
+			require.True(t, e.Enlisted)
+		})
+	}
 }
 
 // What is left of a finished entry, by the time since it was finished.
@@ -528,6 +596,10 @@ func TestALeaseOfNothingIs30Seconds(t *testing.T) {
 	require.False(t, e.Claimed(e.Lease))
 	e.Owner = ""
 	require.False(t, e.Claimed(noon), "nobody has it")
+	e.Owner = "me"
+	require.True(t, e.Claimed(e.Lease.Add(-time.Hour-time.Minute)))
+	require.False(t, e.Claimed(e.Lease.Add(-time.Hour-time.Minute-1)), "no store claims for so long: a clock was ahead")
+	require.Equal(t, time.Hour, journal.LongestLease)
 	require.Equal(t, 30*time.Second, journal.DefaultLease)
 	require.Equal(t, 400*24*time.Hour, journal.DefaultKeep)
 }
@@ -578,6 +650,7 @@ func TestIntentsAreChecked(t *testing.T) {
 
 func TestStatesAndOperationsPrintThemselves(t *testing.T) {
 	require.Equal(t, "pending done refused state 3 state -1", fmt.Sprint(journal.Pending, " ", journal.Done, " ", journal.Refused, " ", journal.State(3), " ", journal.State(-1)))
+	require.Empty(t, journal.Operation{}.String())
 	require.Equal(t, "pay/order-7", journal.Operation{Name: "pay", ID: "order-7"}.String())
 	require.Equal(t, `pay/order-7 of "acct\n1"`, journal.Operation{Scope: "acct\n1", Name: "pay", ID: "order-7"}.String())
 }

@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
+	"io"
 	"time"
 )
 
@@ -24,6 +25,13 @@ func NewSecret() (Secret, error) {
 	return s, nil
 }
 
+// Format implements [fmt.Formatter]: a Secret does not print itself.
+func (Secret) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, "(secret)") }
+
+// MarshalText implements [encoding.TextMarshaler] in the same way, for JSON and
+// logs.
+func (Secret) MarshalText() ([]byte, error) { return []byte("(secret)"), nil }
+
 // Check is what a store keeps to recognise its secret; it tells nothing about it.
 func (s Secret) Check() []byte { return s.mac("check") }
 
@@ -41,7 +49,7 @@ func (s Secret) Fingerprint(shape [32]byte, content []byte) []byte {
 func (s Secret) MAC(e *Entry) []byte {
 	return s.mac("entry",
 		[]byte(e.Scope), []byte(e.Name), []byte(e.ID), number(int64(e.Generation)), []byte(e.Key), e.Fingerprint,
-		number(int64(e.State)), moment(e.Created), number(int64(e.Window)), moment(e.FirstSend), truth(e.Clear),
+		number(int64(e.State)), moment(e.Created), number(int64(e.Window)), moment(e.FirstSend), truth(e.Clear), truth(e.Enlisted),
 		number(int64(e.Attempts)), number(int64(e.Resumes)), []byte(e.Owner), moment(e.Lease), number(e.Fence),
 		moment(e.Finished), number(int64(e.Status)), []byte(e.Reference), []byte(e.Decision), []byte(e.Reason),
 		moment(e.Expires), e.Request, e.Answer)

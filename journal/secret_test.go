@@ -4,7 +4,12 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
 	"reflect"
+	"strings"
 	"testing"
 	"time"
 
@@ -23,6 +28,66 @@ func TestSecretsAreFreshAndTellNothing(t *testing.T) {
 	require.Equal(t, a.Check(), a.Check())
 	require.NotEqual(t, a.Check(), b.Check())
 	require.NotContains(t, string(a.Check()), string(a[:8]))
+}
+
+// printed is an operation that is logged with all that it has.
+type printed struct {
+	Name   string
+	Secret journal.Secret
+}
+
+func TestASecretDoesNotPrintItself(t *testing.T) {
+	var s journal.Secret
+	for i := range s {
+		s[i] = 0xa7
+	}
+	shows := func(text string) bool {
+		for _, b := range []string{"\xa7", "\u00a7", "a7", "167", "247", "10100111"} { // as bytes, characters and numbers
+			if strings.Contains(strings.ToLower(text), b) {
+				return true
+			}
+		}
+		return false
+	}
+	hidden := func(text, how string) {
+		t.Helper()
+		require.Contains(t, text, "(secret)", how)
+		require.False(t, shows(text), "%s: %s", how, text)
+	}
+	values := map[string]any{
+		"value": s, "pointer": &s, "struct": printed{"pay", s}, "slice": []journal.Secret{s}, "array": [1]journal.Secret{s},
+		"map": map[string]journal.Secret{"of": s}, "key": map[journal.Secret]int{s: 1}, "any": []any{s}, "rules": journal.Rules{Secret: s},
+	}
+	require.True(t, shows(fmt.Sprintf("%v", [32]byte(s))) && shows(fmt.Sprintf("%x", s[:])) && shows(fmt.Sprintf("%q", s[:])), "the test sees a secret")
+
+	for name, v := range values {
+		for verb := 'A'; verb <= 'z'; verb++ {
+			if strings.ContainsRune("[\\]^_`pTw", verb) {
+				continue // no verbs, and those for which fmt asks nobody: go vet refuses %p and %w of a Secret, %T is its type
+			}
+			for _, flags := range []string{"", "+", "#", "-", " ", "0", "20", ".3", "+#- 020.3"} {
+				format := "%" + flags + string(verb)
+				hidden(fmt.Sprintf(format, v), name+" "+format)
+			}
+		}
+		hidden(fmt.Sprint(v), name)
+		hidden(fmt.Sprintln(v), name)
+		hidden(fmt.Errorf("begin: %v", v).Error(), name)
+
+		inJSON, err := json.Marshal(map[string]any{"v": v})
+		require.NoError(t, err)
+		hidden(string(inJSON), name+" in JSON")
+		for how, handler := range map[string]func(w io.Writer) slog.Handler{
+			"text": func(w io.Writer) slog.Handler { return slog.NewTextHandler(w, nil) },
+			"JSON": func(w io.Writer) slog.Handler { return slog.NewJSONHandler(w, nil) },
+		} {
+			var line bytes.Buffer
+			slog.New(handler(&line)).Info("opened", "v", v, slog.Group("store", "v", v))
+			text := line.String()
+			_, text, _ = strings.Cut(text, "opened") // the time may hold any number
+			hidden(text, name+" in slog's "+how)
+		}
+	}
 }
 
 func TestDigestsNeedTheSecret(t *testing.T) {
@@ -52,6 +117,8 @@ func TestDigestsStayAsTheyAreStored(t *testing.T) {
 	e := pendingEntry(t, done)
 	e.Fingerprint, e.Attempts, e.Resumes, e.Status, e.Reference = []byte{1, 2}, 2, 1, 201, "pi_1"
 	e.Decision, e.Reason, e.Request, e.Answer = "executed", "seen", []byte("request"), []byte("answer")
+	enlisted := e
+	enlisted.Enlisted = true
 	in := payment("1")
 	for name, c := range map[string]struct {
 		want string
@@ -60,7 +127,8 @@ func TestDigestsStayAsTheyAreStored(t *testing.T) {
 		"check": {"3dfec5656d926ea01265aefa0ed61ffa25384c19d7351d69baaad93871f48d4d", s.Check()},
 		"fingerprint": {"c09c8900610ec0f86ce22e8d7f8bc7e8d377ad8e2a218a5a9ff4d023855a7af1" +
 			"1b5bda1340dd3ca48e2b06883d1ec4a40307a8ae4289e4e7c5b710d66d5637dd", s.Fingerprint(in.Shape, in.Content)},
-		"mac": {"c618665551eeae8f1fb26defa5640ec1299d4833e373c128eaa9291777c13a29", s.MAC(&e)},
+		"mac":          {"85c09d4f117d443c1129f5ff079d181fb43aeb81827b624033c10c7d856e6aff", s.MAC(&e)},
+		"mac enlisted": {"2ac1196f36067850ab72921acc47c342071795e9e2b26b9bf6470475eef35070", s.MAC(&enlisted)},
 	} {
 		require.Equal(t, c.want, hex.EncodeToString(c.got), name)
 	}
@@ -116,7 +184,7 @@ func FuzzMAC(f *testing.F) {
 		e := journal.Entry{
 			Operation:  journal.Operation{Scope: scope, Name: name, ID: id},
 			Generation: int(number), Key: key, Fingerprint: print, State: journal.State(at % 3),
-			Created: journal.FromMicro(micro), Window: time.Duration(number), FirstSend: journal.FromMicro(number), Clear: clear,
+			Created: journal.FromMicro(micro), Window: time.Duration(number), FirstSend: journal.FromMicro(number), Clear: clear, Enlisted: at%2 == 1,
 			Attempts: int(at), Resumes: int(number), Owner: reason, Lease: journal.FromMicro(micro), Fence: number,
 			Finished: journal.FromMicro(number), Status: int(at), Reference: reference, Decision: decision, Reason: reason,
 			Expires: journal.FromMicro(micro), Request: request, Answer: answer,

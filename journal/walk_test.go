@@ -3,6 +3,7 @@ package journal_test
 import (
 	"bytes"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"testing"
@@ -44,7 +45,9 @@ func TestRandomWalksKeepTheInvariants(t *testing.T) {
 		"decisions": seen.decisions, "emptied": seen.emptied, "deleted": seen.deleted, "enlisted": seen.enlisted,
 		"done met": seen.done, "expired deliveries": seen.expired, "finished twice": seen.twice,
 		"expired deliveries under a live claim": seen.handled, "such that were not swept": seen.spared,
-		"key windows that began anew": seen.windows,
+		"key windows that began anew": seen.windows, "resumes of nothing": seen.nothing, "resumes of what waits for its caller": seen.left,
+		"pending ones that were enlisted": seen.promised, "such that waited for their caller": seen.freed, "releases that left an enlisted one unclear": seen.unclear,
+		"next keys that were refused already": seen.used,
 	} {
 		require.Greater(t, n, 30, "the walks hardly met %s", what)
 	}
@@ -55,6 +58,7 @@ func TestRandomWalksKeepTheInvariants(t *testing.T) {
 type tally struct {
 	claims, takeOvers, late, claimed, mismatches, attention, generations, decisions int
 	emptied, deleted, enlisted, done, expired, twice, handled, spared, windows      int
+	nothing, left, promised, freed, unclear, used                                   int
 }
 
 type walk struct {
@@ -82,6 +86,7 @@ type walk struct {
 	attempts int       // that were reported
 	sent     time.Time // first, since the last that had no effect; zero: not yet
 	clear    bool
+	enlisted bool
 }
 
 func (w *walk) step() {
@@ -101,7 +106,7 @@ func (w *walk) step() {
 	case 10:
 		w.decide()
 	case 11:
-		if w.delivery || w.rnd.IntN(3) > 0 { // deliveries are never enlisted
+		if w.delivery || w.rnd.IntN(2) > 0 { // deliveries are never enlisted
 			w.sweep()
 		} else {
 			w.enlist()
@@ -149,6 +154,9 @@ func (w *walk) intent() journal.Intent {
 	default:
 		in.Content = digest("19.99 eur")
 	}
+	if w.stored != nil && w.stored.State == journal.Refused && w.rnd.IntN(5) == 0 {
+		in.NextKey = w.stored.Key
+	}
 	if w.rnd.IntN(2) == 0 {
 		in.Request = []byte("sealed request")
 	}
@@ -190,6 +198,7 @@ func (w *walk) anew(generation int, key string) {
 	}
 	w.keys[generation] = key
 	w.shape, w.content, w.resumes, w.attempts, w.sent, w.clear, w.ended, w.final = [32]byte{}, nil, 0, 0, time.Time{}, false, journal.Pending, journal.Pending
+	w.enlisted = false
 }
 
 func (w *walk) begin() {
@@ -201,15 +210,30 @@ func (w *walk) begin() {
 		w.seen.handled++
 		expired = false
 	}
+	if old == nil && in.MaxResumes > 0 {
+		w.require(!write && err == journal.ErrNotFound, "a resume of nothing: %v, %v", write, err)
+		require.Zero(w.t, returned)
+		w.seen.nothing++
+		return
+	}
 	if !write {
 		w.require(old != nil, "nothing was written of a new operation")
 		w.require(!expired, "an expired delivery stopped Begin")
 		returned.Differs = false
 		require.Equal(w.t, *old, returned)
+		if errors.Is(err, journal.ErrInvalid) {
+			w.require(w.usedKey(in) && in.MaxResumes == 0 && !w.delivery, "what is invalid? %v", err)
+			w.seen.used++
+			return
+		}
 		switch err {
 		case nil:
-			w.require(old.State == journal.Done || old.State == journal.Refused && in.MaxResumes > 0, "not claimed, and no error")
-			w.seen.done++
+			w.require(old.State == journal.Done || (old.State == journal.Refused || w.clear) && in.MaxResumes > 0, "not claimed, and no error")
+			if old.State == journal.Pending {
+				w.seen.left++
+			} else {
+				w.seen.done++
+			}
 		case journal.ErrClaimed:
 			w.require(w.live(), "claimed by nobody")
 			w.seen.claimed++
@@ -238,6 +262,7 @@ func (w *walk) begin() {
 	case old.State == journal.Refused:
 		w.require(returned.Generation == old.Generation+1 && returned.Key == in.NextKey, "generation %d after %d, key %q", returned.Generation, old.Generation, returned.Key)
 		w.require(in.MaxResumes == 0, "a resume began a refused operation")
+		w.require(w.delivery || !w.usedKey(in), "the key that was refused is begun again")
 		w.anew(returned.Generation, in.NextKey)
 		w.seen.generations++
 	default:
@@ -245,6 +270,7 @@ func (w *walk) begin() {
 		w.require(w.same(in) || w.delivery, "claimed with another request")
 		w.require(!w.delivery || returned.Differs == !w.same(in), "Differs is %v", returned.Differs)
 		w.require(in.MaxResumes == 0 || w.resumes < in.MaxResumes, "resumed too often")
+		w.require(in.MaxResumes == 0 || !w.clear, "a resume claimed what waits for its caller")
 		if in.MaxResumes > 0 {
 			w.resumes++
 		}
@@ -270,6 +296,11 @@ func (w *walk) begin() {
 	w.given = append(w.given, returned)
 	w.holds, w.until, w.fence, w.clear = true, returned.Lease, returned.Fence, false
 	w.seen.claims++
+}
+
+// usedKey: the next key is the one that was refused.
+func (w *walk) usedKey(in journal.Intent) bool {
+	return w.stored != nil && w.stored.State == journal.Refused && in.NextKey == w.stored.Key
 }
 
 // learnFrom finds out which digest a delivery has kept: that of in, or that of
@@ -370,7 +401,10 @@ func (w *walk) release() {
 	if n.NotSent {
 		w.sent = time.Time{}
 	}
-	w.stored, w.holds, w.clear = &out, false, n.Clear
+	if n.Clear && w.enlisted {
+		w.seen.unclear++
+	}
+	w.stored, w.holds, w.clear = &out, false, n.Clear && !w.enlisted
 }
 
 func (w *walk) decide() {
@@ -437,9 +471,22 @@ func (w *walk) enlist() {
 	case old == nil:
 		w.require(write && err == nil && out.Key == in.Key && out.Generation == 1, "enlist: %v", err)
 		w.anew(1, in.Key)
+	case w.usedKey(in):
+		w.require(!write && errors.Is(err, journal.ErrInvalid), "enlist: %v", err)
+		require.Equal(w.t, *old, out)
+		return
 	case old.State == journal.Refused:
 		w.require(write && err == nil && out.Key == in.NextKey && out.Generation == old.Generation+1, "enlist: %v", err)
 		w.anew(out.Generation, in.NextKey)
+	case old.State == journal.Pending && !w.enlisted && w.same(in):
+		w.require(write && err == nil && out.Key == old.Key && out.Fence == old.Fence, "enlist: %v", err)
+		w.seen.promised++
+		if w.clear {
+			w.sent, w.clear = time.Time{}, false
+			w.seen.freed++
+		}
+		w.stored, w.enlisted = &out, true
+		return
 	default:
 		w.require(!write, "an entry was enlisted again")
 		w.require((err == nil) == w.same(in) && (err == nil || err == journal.ErrMismatch), "enlist: %v", err)
@@ -448,7 +495,7 @@ func (w *walk) enlist() {
 	}
 	w.require(out.Owner == "" && out.FirstSend.IsZero() && out.State == journal.Pending, "enlisted and claimed: %+v", out)
 	w.learn(in)
-	w.stored, w.holds = &out, false
+	w.stored, w.holds, w.enlisted = &out, false, true
 	w.seen.enlisted++
 }
 
@@ -464,6 +511,7 @@ func (w *walk) invariants() {
 	w.require(e.Resumes == w.resumes, "%d resumes, want %d", e.Resumes, w.resumes)
 	w.require(e.FirstSend.Equal(w.sent), "first send %v, want %v", e.FirstSend, w.sent)
 	w.require(e.Clear == w.clear, "clear: %v", e.Clear)
+	w.require(e.Enlisted == w.enlisted && !(e.Enlisted && e.Clear), "enlisted: %v, clear: %v", e.Enlisted, e.Clear)
 	w.require(!e.Differs, "Differs is stored")
 	w.require(w.shape != ([32]byte{}) || len(e.Fingerprint) == 0, "a fingerprint of nothing")
 	if w.shape != ([32]byte{}) {

@@ -15,7 +15,8 @@ type answer struct {
 	header http.Header
 	status int // 0: not said yet
 	body   []byte
-	cut    bool
+	turned bool  // a failure took the place of a success
+	cut    error // of the Write that did not fit; nil: all did
 }
 
 // newAnswer begins with what was set before Next.
@@ -28,26 +29,32 @@ func (a *answer) Header() http.Header {
 	return a.header
 }
 
-// WriteHeader takes no notice of 1xx and of a second status, as net/http does
-// of the second.
+// WriteHeader takes no notice of 1xx, and of a second status, as net/http does, but
+// for one: nothing has left yet, so a failure after a success is believed, and what was
+// said of success is dropped. An event would be lost otherwise.
 func (a *answer) WriteHeader(status int) {
 	if status < 100 || status > 999 {
 		panic(fmt.Sprintf("webhook: invalid status %d", status)) // as net/http does
 	}
-	if a.status == 0 && status >= 200 {
+	switch {
+	case status < 200:
+	case a.status == 0:
 		a.status = status
+	case a.success() && status/100 != 2:
+		a.status, a.body, a.turned, a.cut = status, nil, true, nil
 	}
 }
 
-// Write keeps what fits. The error is for Next alone: the status stands, because
-// the event was handled.
+// Write keeps what fits. The status stands, because the event was handled.
 func (a *answer) Write(p []byte) (int, error) {
-	a.WriteHeader(http.StatusOK)
+	if a.status == 0 {
+		a.status = http.StatusOK
+	}
 	n := min(len(p), maxAnswer-len(a.body))
 	a.body = append(a.body, p[:n]...)
 	if n < len(p) {
-		a.cut = true
-		return n, fmt.Errorf("%w: the answer to a delivery has more than %d bytes; the rest is dropped", ErrInvalid, maxAnswer)
+		a.cut = fmt.Errorf("%w: the answer to a delivery has more than %d bytes; the rest is dropped", ErrInvalid, maxAnswer)
+		return n, a.cut
 	}
 	return n, nil
 }
@@ -65,8 +72,8 @@ func (a *answer) copyTo(w http.ResponseWriter) {
 	h := w.Header()
 	clear(h)
 	maps.Copy(h, a.header)
-	if a.cut {
-		h.Del("Content-Length")
+	if a.cut != nil || a.turned {
+		h.Del("Content-Length") // of another body
 	}
 	w.WriteHeader(a.code())
 	if len(a.body) > 0 {

@@ -272,7 +272,7 @@ func TestC79_NothingIsStoredBeforeADeliveryIsVerified(t *testing.T) {
 		_, effects := r.shop.count()
 		require.Equal(t, map[string]int{"payment.succeeded order-1": 1}, effects)
 		for _, d := range r.ears.all()[:5] {
-			require.Equal(t, webhook.Refused, d.Result)
+			require.Equal(t, webhook.Rejected, d.Result)
 			require.Empty(t, d.ID)
 		}
 	})

@@ -127,7 +127,7 @@ func (c *claim) mark(n journal.Note) error {
 		switch {
 		case err == nil:
 			return nil
-		case errors.Is(err, journal.ErrClaimLost), errors.Is(err, journal.ErrLatched), errors.Is(err, journal.ErrDamaged):
+		case errors.Is(err, journal.ErrClaimLost), errors.Is(err, journal.ErrLatched), errors.Is(err, journal.ErrDamaged), errors.Is(err, journal.ErrClosed):
 			return err // it will not get better
 		}
 		select {

@@ -15,6 +15,7 @@
 //	delivery                            answer              Next
 //	not a POST                          405                 not run
 //	too large                           413                 not run
+//	its body was read before            500                 not run
 //	no or a wrong signature             401                 not run
 //	signed too long ago, or ahead       400                 not run
 //	no usable id                        400                 not run
@@ -25,6 +26,11 @@
 //	Next answers 2xx, mark lost         503, Retry-After    run
 //	Next answers anything else          that answer         run, claim released
 //	Next panics                         none, panic goes on run, claim released
+//
+// What is verified are the bytes as they came: nothing before the Handler may read or
+// change the body. A middleware that logs, parses or unpacks bodies belongs behind it.
+// Where fewer bytes are left than Content-Length says, the answer is 500 and Done hears
+// why; of a body that was changed, or came without that header, the signature is wrong.
 //
 // Nothing is stored of a delivery before it is verified. Every answer but those of Next
 // is a problem document (RFC 9457) with a reason in one word, and repeats nothing of the
@@ -47,15 +53,50 @@
 // What a process does between losing its claim and seeing the context end,
 // or between its effect and the mark, another one may do again: like every
 // receiver, that is at least once. Where the effect is in the database of the
-// journal, it is once: finish the entry in the transaction of the effect.
+// journal, it is once: finish the entry in the transaction of the effect, and answer 2xx
+// only when that is committed.
 //
-//	func ship(w http.ResponseWriter, r *http.Request) {
-//		entry, _ := webhook.EntryOf(r.Context())
-//		tx, err := db.BeginTx(r.Context(), nil)
-//		// ... the shipment, in tx ...
-//		_, err = j.FinishTx(r.Context(), tx, entry, journal.Done, journal.Note{}) // an error: roll back, answer 500
-//		err = tx.Commit()
+//	func (s *shop) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+//		if err := s.ship(r); err != nil {
+//			http.Error(w, "not shipped", http.StatusInternalServerError) // it comes again
+//			return
+//		}
+//		w.WriteHeader(http.StatusOK)
 //	}
+//
+//	func (s *shop) ship(r *http.Request) error {
+//		ctx := r.Context()
+//		entry, ok := webhook.EntryOf(ctx)
+//		if !ok {
+//			return errors.New("shop: not called by a webhook.Handler")
+//		}
+//		number, err := s.carrier.Book(ctx, entry.ID) // whatever takes its time: before BeginTx
+//		if err != nil {
+//			return err
+//		}
+//		tx, err := s.journal.DB().BeginTx(ctx, nil)
+//		if err != nil {
+//			return err
+//		}
+//		defer tx.Rollback() // after the commit it does nothing
+//		if _, err := tx.ExecContext(ctx, "INSERT INTO shipments (event, number) VALUES (?, ?)", entry.ID, number); err != nil {
+//			return err
+//		}
+//		if _, err := s.journal.FinishTx(ctx, tx, entry, journal.Done, journal.Note{}); err != nil {
+//			return err
+//		}
+//		return tx.Commit()
+//	}
+//
+// SQLite has one writer. From BeginTx to the end of such a transaction no other event can
+// be claimed (it is answered 503 after the journal's BusyTimeout), and the claim of this
+// one cannot be renewed: past the lease the context of Next ends, and with it the
+// transaction. So keep it short, and call nobody in it. What is called before it, a
+// carrier for example, may be called again for the same event: give it the id as its
+// idempotency key.
+//
+// To end a process, call Shutdown of the http.Server, and when it has returned, Close of
+// the journal: a Handler whose journal was closed cannot mark what it has done.
 //
 // # The window
 //
@@ -63,7 +104,8 @@
 // forgotten without a trace and would be handled anew. 4 days are enough for the
 // schedule of Standard Webhooks, whose tenth attempt is 75 h 35 min after the first
 // (Stripe: 3 days); for a sender whose operators deliver again by hand after weeks, take
-// weeks: choose it longer than anything comes again. A claim outlives the window: an event
+// weeks: choose it longer than anything comes again. A Handler refuses one below 10
+// minutes. A claim outlives the window: an event
 // that is being handled is forgotten when its handler has ended, or its lease. Sweep of
 // the journal deletes what is forgotten; call it from time to time. journal.Memory holds
 // 1,048,576 events, never evicts one before its time, and refuses further ones with 503.

@@ -9,8 +9,9 @@ import (
 )
 
 var (
-	// ErrInvalid: a field of the Handler or the Event cannot work. The text
-	// names it and the limit.
+	// ErrInvalid: a field of the Handler or the Event cannot work, or what is
+	// around or behind the Handler does what it must not: a middleware has read the
+	// body, an answer is too long. The text names it and the limit.
 	ErrInvalid = errors.New("webhook: invalid")
 
 	// For a Verifier to return, wrapped or as they are.
@@ -95,4 +96,8 @@ func checkSource(field, source string) error {
 		return fmt.Errorf("%w: %s has %d bytes; it must have 1 to %d", ErrInvalid, field, len(source), longest)
 	}
 	return nil
+}
+
+func negative(field string, is, zero any) error {
+	return fmt.Errorf("%w: %s is %v; it must not be negative; 0 means %v", ErrInvalid, field, is, zero)
 }

@@ -62,9 +62,9 @@ func FuzzProblemBodies(f *testing.F) {
 		w := &recorder{header: http.Header{}}
 		h.ServeHTTP(w, r)
 
-		require.Equal(t, proved && result != webhook.Refused, ran)
+		require.Equal(t, proved && result != webhook.Rejected, ran)
 		if !proved {
-			require.Equal(t, webhook.Refused, result)
+			require.Equal(t, webhook.Rejected, result)
 			swept, err := memory.Get(context.Background(), journal.Operation{Scope: "shop", Name: "webhook", ID: id})
 			require.ErrorIs(t, err, journal.ErrNotFound, "%v", swept)
 		}

@@ -34,9 +34,17 @@ type Handler struct {
 	// Next handles an event: 2xx says that it is done, anything else that it
 	// must come again, a redirect too. It must be given. The request has the
 	// whole body; its context is described in the package comment. The answer is
-	// held back until the event is marked, and cut at 64 KiB; flushing and
-	// hijacking are not possible. Where Next finishes the entry in a transaction of
-	// its own, its 2xx must come after the commit.
+	// held back until the event is marked; flushing and hijacking are not possible. So
+	// a failure that Next says later than a 2xx, or later than a Write, which means 200,
+	// is believed: the event has failed, and that status is answered, with what is
+	// written after it. A 2xx after a failure changes nothing.
+	//
+	// The answer is cut at 64 KiB: the Write that does not fit returns an error that
+	// matches ErrInvalid, which Done hears too. It is no reason to answer 500: the
+	// event would come again, as long as the sender likes.
+	//
+	// Where Next finishes the entry in a transaction of its own, its 2xx must come after
+	// the commit.
 	Next http.Handler
 	// Source names the sender, in 1 to 255 bytes: events are told apart by source and
 	// id. Endpoints of one sender with one series of ids share it; different
@@ -49,14 +57,17 @@ type Handler struct {
 	// the order, in one text. An error is answered with 400. Nil: the id of Verify.
 	ID func(header http.Header, body []byte) (string, error)
 	// Window is how long an event is remembered from its first delivery: longer
-	// than the sender delivers it again. 0: DefaultWindow, 4 days.
+	// than the sender delivers it again, and 10 minutes at least: with a tolerance of 5
+	// minutes before and after, a recorded delivery is genuine for so long, and would be
+	// handled again. 0: DefaultWindow, 4 days.
 	Window time.Duration
 	// Timeout is how long Next may run. Then its context ends and the claim is
 	// renewed no more, so that after a lease the next delivery is handled beside a Next
 	// that hangs. 0: 5 minutes.
 	Timeout time.Duration
 	// MaxBody is how many bytes of body are read, before anything is computed over
-	// them. 0: 1 MiB. The time that it may take is the http.Server's ReadTimeout.
+	// them. 0: 1 MiB. Of more, Done hears an error in which errors.As finds an
+	// [*http.MaxBytesError]. The time that it may take is the http.Server's ReadTimeout.
 	MaxBody int64
 	// Done runs once for each delivery, when its answer is written, on the
 	// goroutine of the delivery. Nil: nobody is told.
@@ -73,10 +84,14 @@ type Delivery struct {
 	Result Result
 	// Status that was answered; 0: Next panicked.
 	Status int
-	// Differs: the first delivery of the event had another body.
+	// Differs: the first delivery of the event had another body. Of a sender that
+	// writes the time of the attempt into the body it means nothing. Of one whose bodies
+	// do not change it means that two senders share a Source, or that one used an id
+	// twice, and if the Result is AlreadyDone, that an event was lost: raise an alarm.
 	Differs bool
-	// Err says why, where the answer does not come from Next, or what the
-	// journal said of a release; nil: nothing went wrong.
+	// Err says why, where the answer does not come from Next, what the
+	// journal said of a release, or that the answer of Next was cut; nil: nothing of
+	// this.
 	Err error
 	// Start is when the delivery came, Took how long the answer took.
 	Start time.Time
@@ -86,6 +101,8 @@ type Delivery struct {
 const (
 	defaultTimeout = 5 * time.Minute
 	defaultMaxBody = 1 << 20
+	// leastWindow is the tolerance of a signature's time, in both directions.
+	leastWindow = 10 * time.Minute
 )
 
 // Check says what is wrong with the fields, as ErrInvalid; nil: nothing.
@@ -98,11 +115,14 @@ func (h *Handler) Check() error {
 	case h.Verify == nil:
 		return fmt.Errorf("%w: Handler.Verify is nil", ErrInvalid)
 	case h.Window < 0:
-		return fmt.Errorf("%w: Handler.Window is %v; the least is 0 (%v)", ErrInvalid, h.Window, DefaultWindow)
+		return negative("Handler.Window", h.Window, DefaultWindow)
+	case h.Window > 0 && h.Window < leastWindow:
+		return fmt.Errorf("%w: Handler.Window is %v; it must be at least %v, for which a recorded delivery is genuine; 0 means %v",
+			ErrInvalid, h.Window, leastWindow, DefaultWindow)
 	case h.Timeout < 0:
-		return fmt.Errorf("%w: Handler.Timeout is %v; the least is 0 (%v)", ErrInvalid, h.Timeout, defaultTimeout)
+		return negative("Handler.Timeout", h.Timeout, defaultTimeout)
 	case h.MaxBody < 0:
-		return fmt.Errorf("%w: Handler.MaxBody is %d; the least is 0 (%d)", ErrInvalid, h.MaxBody, defaultMaxBody)
+		return negative("Handler.MaxBody", h.MaxBody, defaultMaxBody)
 	}
 	return checkSource("Handler.Source", h.Source)
 }
@@ -167,8 +187,13 @@ func (h *Handler) read(w http.ResponseWriter, r *http.Request) ([]byte, *problem
 	switch {
 	case errors.As(err, &large):
 		return nil, tooLarge(large)
+	case errors.Is(err, http.ErrBodyReadAfterClose):
+		return nil, readBefore(fmt.Errorf("%w: the body was read and closed before the Handler got it", ErrInvalid))
 	case err != nil:
 		return nil, cutOff(err)
+	case int64(len(body)) < r.ContentLength: // net/http gives an error where the sender is to blame
+		return nil, readBefore(fmt.Errorf("%w: %d of %d bytes of the body were left: something before the Handler has read it",
+			ErrInvalid, len(body), r.ContentLength))
 	}
 	return body, nil
 }
@@ -205,6 +230,9 @@ func (h *Handler) handle(w http.ResponseWriter, r *http.Request, body []byte, d 
 	switch o.result {
 	case Ran, Failed:
 		d.Status, d.Err = a.code(), o.unreleased
+		if a.cut != nil {
+			d.Err = errors.Join(d.Err, a.cut)
+		}
 		a.copyTo(w)
 	case AlreadyDone:
 		d.Status = http.StatusOK

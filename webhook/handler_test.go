@@ -100,7 +100,7 @@ func TestOnly2xxMarksTheEventAndEveryAnswerIsPassedThrough(t *testing.T) {
 				w.Header().Set("X-Shop", "7")
 				w.WriteHeader(http.StatusEarlyHints)
 				w.WriteHeader(status)
-				w.WriteHeader(599)
+				w.WriteHeader(http.StatusNonAuthoritativeInfo) // too late
 				_, _ = w.Write([]byte("said"))
 				_, _ = w.Write([]byte(" it"))
 			})
@@ -126,6 +126,59 @@ func TestOnly2xxMarksTheEventAndEveryAnswerIsPassedThrough(t *testing.T) {
 		} else {
 			require.Equal(t, status, again.status, "the claim was not released")
 		}
+	}
+}
+
+func TestAFailureThatIsSaidAfterASuccessIsBelieved(t *testing.T) {
+	for name, c := range map[string]struct {
+		next   http.HandlerFunc
+		status int
+		body   string
+	}{
+		"after a Write": {func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "4")
+			_, _ = w.Write([]byte("done"))
+			http.Error(w, "it failed", http.StatusInternalServerError)
+		}, 500, "it failed\n"},
+		"after a 202, with a length": {func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "4")
+			w.WriteHeader(http.StatusAccepted)
+			_, _ = w.Write([]byte("done"))
+			w.WriteHeader(http.StatusServiceUnavailable)
+			_, _ = w.Write([]byte("later"))
+		}, 503, "later"},
+		"a redirect": {func(w http.ResponseWriter, _ *http.Request) {
+			_, _ = w.Write([]byte("done"))
+			w.WriteHeader(http.StatusFound)
+		}, 302, ""},
+		"after too long an answer": {func(w http.ResponseWriter, _ *http.Request) {
+			_, err := w.Write(make([]byte, 70_000))
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+		}, 500, "webhook: invalid: the answer to a delivery has more than 65536 bytes; the rest is dropped\n"},
+		"a success after it changes nothing": {func(w http.ResponseWriter, _ *http.Request) {
+			_, _ = w.Write([]byte("done"))
+			w.WriteHeader(http.StatusTooManyRequests)
+			w.WriteHeader(http.StatusOK)
+			w.WriteHeader(http.StatusBadGateway)
+			_, _ = w.Write([]byte("slowly"))
+		}, 429, "slowly"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newReceiver(func(r *receiver) { r.Next = c.next })
+			a := onLoopback(t, r).deliver(t, "msg_1", "{}")
+			require.Equal(t, c.status, a.status)
+			require.Equal(t, c.body, a.body)
+			d := r.ears.all()[0]
+			require.Equal(t, webhook.Failed, d.Result)
+			require.Equal(t, c.status, d.Status)
+			require.NoError(t, d.Err)
+			state, _ := r.known(t, "msg_1")
+			require.Equal(t, journal.Pending, state)
+
+			r.Next = http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})
+			require.Equal(t, http.StatusOK, post(t, r, "msg_1", "{}").status)
+			require.Equal(t, webhook.Ran, r.ears.all()[1].Result, "the claim was not released")
+		})
 	}
 }
 
@@ -177,6 +230,8 @@ func TestALargeAnswerIsCutAndTheEventIsDone(t *testing.T) {
 	require.Empty(t, a.header.Get("Content-Length"))
 	require.ErrorIs(t, short, webhook.ErrInvalid)
 	require.ErrorContains(t, short, "65536")
+	require.ErrorIs(t, r.ears.all()[0].Err, short)
+	require.Equal(t, webhook.Ran, r.ears.all()[0].Result)
 	state, _ := r.known(t, "msg_1")
 	require.Equal(t, journal.Done, state)
 }
@@ -469,6 +524,26 @@ func TestAHandlerThatFinishesTheEntryItselfMayGoOnAfterwards(t *testing.T) {
 	require.False(t, ok)
 }
 
+func TestAnEventThatIsFinishedAsRefusedIsNotDone(t *testing.T) {
+	virtual(t, func(t *testing.T, _ *fakeserver.Server) {
+		r := newReceiver()
+		runs := 0
+		r.Next = http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+			if runs++; runs == 1 {
+				e, _ := webhook.EntryOf(req.Context())
+				_, err := r.memory.Finish(req.Context(), e, journal.Refused, journal.Note{})
+				require.NoError(t, err)
+			}
+		})
+		require.Equal(t, http.StatusServiceUnavailable, post(t, r, "msg_1", "{}").status)
+		require.Equal(t, webhook.Unmarked, r.ears.all()[0].Result)
+		require.ErrorIs(t, r.ears.all()[0].Err, journal.ErrClaimLost)
+		require.Equal(t, http.StatusOK, post(t, r, "msg_1", "{}").status)
+		require.Equal(t, webhook.Ran, r.ears.all()[1].Result)
+		require.Equal(t, 2, runs)
+	})
+}
+
 func TestOnlyPostIsADelivery(t *testing.T) {
 	r := newReceiver()
 	for _, method := range []string{http.MethodGet, http.MethodHead, http.MethodPut, http.MethodDelete, http.MethodOptions, "post"} {
@@ -492,6 +567,66 @@ func TestABodyThatDoesNotArriveWholeIsRefused(t *testing.T) {
 	require.NotContains(t, a.body, errDisk.Error())
 	_, known := r.known(t, "msg_1")
 	require.False(t, known)
+}
+
+func TestABodyThatWasReadBeforeIsNoWrongSignature(t *testing.T) {
+	for name, c := range map[string]struct {
+		before func(*testing.T, *http.Request)
+		text   string
+	}{
+		"all of it": {func(t *testing.T, req *http.Request) {
+			_, err := io.Copy(io.Discard, req.Body)
+			require.NoError(t, err)
+		}, "webhook: invalid: 0 of 7 bytes of the body were left: something before the Handler has read it"},
+		"a part": {func(t *testing.T, req *http.Request) {
+			_, err := io.ReadFull(req.Body, make([]byte, 3))
+			require.NoError(t, err)
+		}, "webhook: invalid: 4 of 7 bytes of the body were left: something before the Handler has read it"},
+		"and closed": {func(t *testing.T, req *http.Request) {
+			require.NoError(t, req.Body.Close())
+		}, "webhook: invalid: the body was read and closed before the Handler got it"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newReceiver()
+			r.Next = http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})
+			before := true
+			l := onLoopback(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+				if before {
+					c.before(t, req)
+				}
+				r.ServeHTTP(w, req)
+			}))
+			a := l.deliver(t, "msg_1", `{"a":1}`)
+			require.Equal(t, http.StatusInternalServerError, a.status)
+			require.Equal(t, "body-read-before", a.Reason)
+			d := r.ears.all()[0]
+			require.Equal(t, webhook.Rejected, d.Result)
+			require.ErrorIs(t, d.Err, webhook.ErrInvalid)
+			require.EqualError(t, d.Err, c.text)
+			_, known := r.known(t, "msg_1")
+			require.False(t, known)
+
+			before = false
+			require.Equal(t, http.StatusOK, l.deliver(t, "msg_1", `{"a":1}`).status)
+		})
+	}
+}
+
+func TestABodyThatIsTooLargeNamesTheField(t *testing.T) {
+	for most, want := range map[int64]string{
+		0: "webhook: the body has more than 1048576 bytes (Handler.MaxBody)",
+		7: "webhook: the body has more than 7 bytes (Handler.MaxBody)",
+	} {
+		for _, length := range []int64{2 << 20, -1} { // said before, and found
+			r := newReceiver(func(r *receiver) { r.MaxBody = most })
+			a := post(t, r, "msg_1", "", func(req *http.Request) { req.Body, req.ContentLength = &endless{}, length })
+			require.Equal(t, http.StatusRequestEntityTooLarge, a.status)
+			err := r.ears.all()[0].Err
+			require.EqualError(t, err, want)
+			var large *http.MaxBytesError
+			require.ErrorAs(t, err, &large)
+		}
+	}
 }
 
 type brokenReader struct{}
@@ -540,9 +675,11 @@ func TestAHandlerThatLacksWhatItNeedsSaysSo(t *testing.T) {
 		"Handler.Verify":               func(h *webhook.Handler) { h.Verify = nil },
 		"Handler.Source has 0 bytes":   func(h *webhook.Handler) { h.Source = "" },
 		"Handler.Source has 256 bytes": func(h *webhook.Handler) { h.Source = strings.Repeat("x", 256) },
-		"Handler.Window is -1ns":       func(h *webhook.Handler) { h.Window = -1 },
-		"Handler.Timeout is -1ns":      func(h *webhook.Handler) { h.Timeout = -1 },
-		"Handler.MaxBody is -1":        func(h *webhook.Handler) { h.MaxBody = -1 },
+
+		"Handler.Window is -1ns; it must not be negative; 0 means 96h0m0s": func(h *webhook.Handler) { h.Window = -1 },
+		"Handler.Window is 9m59s; it must be at least 10m0s":               func(h *webhook.Handler) { h.Window = 10*time.Minute - time.Second },
+		"Handler.Timeout is -1ns; it must not be negative; 0 means 5m0s":   func(h *webhook.Handler) { h.Timeout = -1 },
+		"Handler.MaxBody is -1; it must not be negative; 0 means 1048576":  func(h *webhook.Handler) { h.MaxBody = -1 },
 	} {
 		h := *good
 		edit(&h)
@@ -553,6 +690,9 @@ func TestAHandlerThatLacksWhatItNeedsSaysSo(t *testing.T) {
 		require.Equal(t, "not-set-up", a.Reason)
 	}
 	require.Equal(t, http.StatusInternalServerError, post(t, &webhook.Handler{}, "msg_1", "{}").status)
+	least := *good
+	least.Window = 10 * time.Minute
+	require.NoError(t, least.Check())
 }
 
 func TestNoAnswerRepeatsWhatWasDelivered(t *testing.T) {

@@ -33,9 +33,9 @@ type Event struct {
 type Result int
 
 const (
-	// Refused: it was not accepted (not verified, too large, invalid). Nothing
+	// Rejected: it was not accepted (not verified, too large, invalid). Nothing
 	// was stored and nothing ran.
-	Refused Result = iota
+	Rejected Result = iota
 	// Ran: the event was handled now, and is marked as done.
 	Ran
 	// AlreadyDone: the event was handled before. Nothing ran.
@@ -56,8 +56,8 @@ const (
 // String gives the result in words.
 func (r Result) String() string {
 	switch r {
-	case Refused:
-		return "refused"
+	case Rejected:
+		return "rejected"
 	case Ran:
 		return "ran"
 	case AlreadyDone:
@@ -78,7 +78,7 @@ func (r Result) String() string {
 // does for webhooks. The error is nil if the event is done, now (Ran) or before
 // (AlreadyDone): acknowledge it. Otherwise let it come again:
 //
-//	Refused      matches ErrInvalid or ErrID: e cannot be kept
+//	Rejected      matches ErrInvalid or ErrID: e cannot be kept
 //	InProgress   an *Error; its Again is when to come again
 //	Failed       what do returned
 //	Unmarked     an *Error that matches ErrUnmarked
@@ -92,10 +92,10 @@ func (r Result) String() string {
 func Once(ctx context.Context, j journal.Journal, e Event, do func(ctx context.Context) error) (Result, error) {
 	in, err := e.intent()
 	if err != nil {
-		return Refused, err
+		return Rejected, err
 	}
 	if j == nil || do == nil {
-		return Refused, fmt.Errorf("%w: the journal or the function is nil", ErrInvalid)
+		return Rejected, fmt.Errorf("%w: the journal or the function is nil", ErrInvalid)
 	}
 	o := once(ctx, j, in, func(ctx context.Context) (journal.Note, error) { return journal.Note{}, do(ctx) })
 	if o.unreleased != nil {
@@ -105,8 +105,13 @@ func Once(ctx context.Context, j journal.Journal, e Event, do func(ctx context.C
 }
 
 // EntryOf finds the entry of the event that is being handled, for
-// sqljournal's FinishTx: the mark is then committed together with the effect. ok is
-// false outside of Handler.Next and the function of Once.
+// sqljournal's FinishTx: the mark is then committed together with the effect; the package
+// comment has an example. ok is false outside of Handler.Next and the function of Once: a
+// zero entry finishes nothing.
+//
+// An event can only be finished as journal.Done. One that is finished as
+// journal.Refused is not done: its result is Unmarked, and its next delivery is
+// handled anew. For an event that one does not want, finish it as Done and do nothing.
 func EntryOf(ctx context.Context) (e journal.Entry, ok bool) {
 	e, ok = ctx.Value(entryKey{}).(journal.Entry)
 	return e, ok
@@ -123,7 +128,7 @@ func (e Event) intent() (journal.Intent, error) {
 	}
 	switch {
 	case e.Window < 0:
-		return journal.Intent{}, fmt.Errorf("%w: Event.Window is %v; the least is 0 (%v)", ErrInvalid, e.Window, DefaultWindow)
+		return journal.Intent{}, negative("Event.Window", e.Window, DefaultWindow)
 	case e.Window == 0:
 		e.Window = DefaultWindow
 	}

@@ -145,10 +145,10 @@ func TestOnceNamesWhatCannotBeKept(t *testing.T) {
 		{webhook.Event{ID: "1"}, webhook.ErrInvalid, "Event.Source has 0 bytes; it must have 1 to 255"},
 		{webhook.Event{Source: strings.Repeat("x", 256), ID: "1"}, webhook.ErrInvalid, "256 bytes"},
 		{webhook.Event{Source: "orders"}, webhook.ErrID, "0 bytes; it must have 1 to 255"},
-		{webhook.Event{Source: "orders", ID: "1", Window: -1}, webhook.ErrInvalid, "Event.Window is -1ns; the least is 0 (96h0m0s)"},
+		{webhook.Event{Source: "orders", ID: "1", Window: -1}, webhook.ErrInvalid, "Event.Window is -1ns; it must not be negative; 0 means 96h0m0s"},
 	} {
 		r, err := webhook.Once(t.Context(), j, c.e, ok)
-		require.Equal(t, webhook.Refused, r)
+		require.Equal(t, webhook.Rejected, r)
 		require.ErrorIs(t, err, c.want)
 		require.ErrorContains(t, err, c.text)
 	}
@@ -178,10 +178,10 @@ func TestOnceForgetsAMessageAfterItsWindow(t *testing.T) {
 
 func TestResultsSayWhatTheyAre(t *testing.T) {
 	var all []string
-	for r := webhook.Refused; r <= webhook.Unavailable; r++ {
+	for r := webhook.Rejected; r <= webhook.Unavailable; r++ {
 		all = append(all, r.String())
 	}
-	require.Equal(t, []string{"refused", "ran", "already done", "in progress", "failed", "unmarked", "unavailable"}, all)
+	require.Equal(t, []string{"rejected", "ran", "already done", "in progress", "failed", "unmarked", "unavailable"}, all)
 	require.Equal(t, "result 99", webhook.Result(99).String())
 	e := &webhook.Error{Reason: webhook.ErrUnmarked, Source: "shop", ID: "msg_1", Cause: errDisk}
 	require.Equal(t, `webhook: event was handled but not marked: "msg_1" of "shop": the disk is on fire`, e.Error())

@@ -57,7 +57,24 @@ var errMethod = errors.New("webhook: the method is not POST")
 func tooLarge(err *http.MaxBytesError) *problem {
 	return &problem{
 		status: http.StatusRequestEntityTooLarge, reason: "body-too-large",
-		detail: fmt.Sprintf("The body has more than %d bytes.", err.Limit), cause: err,
+		detail: fmt.Sprintf("The body has more than %d bytes.", err.Limit), cause: &bodyError{err},
+	}
+}
+
+// bodyError names the field that sets the limit.
+type bodyError struct{ limit *http.MaxBytesError }
+
+func (e *bodyError) Error() string {
+	return fmt.Sprintf("webhook: the body has more than %d bytes (Handler.MaxBody)", e.limit.Limit)
+}
+
+func (e *bodyError) Unwrap() error { return e.limit }
+
+// readBefore is no fault of the sender, who may come again when it is mended.
+func readBefore(err error) *problem {
+	return &problem{
+		status: http.StatusInternalServerError, reason: "body-read-before",
+		detail: "The receiver has read the body before it was verified.", cause: err,
 	}
 }
 

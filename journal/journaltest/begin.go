@@ -29,6 +29,7 @@ var creation = []check{
 		require.True(t, e.Finished.IsZero())
 		require.True(t, e.Expires.IsZero())
 		require.False(t, e.Differs)
+		require.False(t, e.Enlisted, "nobody relies on a resume")
 	}},
 	{"the fingerprint has a part for the shape and one for the content, and shows neither", long, func(t *testing.T, j kit) {
 		with, without := payment("1"), payment("2")
@@ -59,10 +60,16 @@ var creation = []check{
 		stored := j.get(t, in.Operation)
 		requireSame(t, e, stored)
 	}},
-	{"a resume of an operation without an entry creates it and is not counted", long, func(t *testing.T, j kit) {
+	{"a resume of an operation without an entry is ErrNotFound and creates nothing", long, func(t *testing.T, j kit) {
 		in := payment("1")
-		in.MaxResumes = 1
-		require.Zero(t, j.claim(t, in).Resumes)
+		in.MaxResumes = 5
+		_, err := j.Begin(t.Context(), in)
+		require.ErrorIs(t, err, journal.ErrNotFound)
+		j.requireNone(t, in.Operation)
+		in.MaxResumes = 0
+		e := j.claim(t, in)
+		require.EqualValues(t, 1, e.Fence)
+		require.Zero(t, e.Resumes)
 	}},
 }
 
@@ -255,6 +262,9 @@ var fences = []check{
 		e = next(j.claim(t, in))
 		j.release(t, e, journal.Note{})
 		j.decide(t, in.Operation, journal.Decision{State: journal.Refused, Abandon: true, Reason: "given up"})
+		_, err := j.Begin(t.Context(), in)
+		require.ErrorIs(t, err, journal.ErrInvalid, "its next key was used and refused")
+		in.NextKey += " again"
 		next(j.claim(t, in))
 	}},
 }
@@ -392,6 +402,23 @@ var generations = []check{
 		require.Equal(t, "k4", e.Key)
 		require.Equal(t, 3, e.Generation)
 	}},
+	{"a next key that was refused already is ErrInvalid, with the entry, and begins nothing", long, func(t *testing.T, j kit) {
+		in := payment("1")
+		j.finish(t, j.claim(t, in), journal.Refused, journal.Note{})
+		stored := j.finish(t, j.claim(t, in), journal.Refused, journal.Note{})
+		require.Equal(t, in.NextKey, stored.Key)
+		got, err := j.Begin(t.Context(), in)
+		require.ErrorIs(t, err, journal.ErrInvalid)
+		require.ErrorContains(t, err, "Intent.NextKey")
+		requireSame(t, stored, got)
+		j.requireStored(t, stored)
+		in.NextKey = "third-1"
+		require.Equal(t, in.NextKey, j.claim(t, in).Key)
+
+		d := event("1", time.Now().Add(time.Hour)) // which has no keys
+		j.finish(t, j.claim(t, d), journal.Refused, journal.Note{})
+		require.Equal(t, 2, j.claim(t, d).Generation)
+	}},
 	{"what a person decided is not in the next generation", long, func(t *testing.T, j kit) {
 		in := payment("1")
 		j.release(t, j.claim(t, in), journal.Note{})
@@ -488,5 +515,26 @@ var resumes = []check{
 		requireSame(t, stored, got)
 		require.Empty(t, got.Owner, "not claimed")
 		j.requireStored(t, stored)
+	}},
+	{"a resume of an entry that waits for its caller returns it and claims nothing", long, func(t *testing.T, j kit) {
+		in := payment("1")
+		in.Started = time.Now().Add(-time.Hour) // so that a window that began anew would be seen
+		stored := j.release(t, j.claim(t, in), journal.Note{Clear: true})
+		asked := others(in)
+		asked["the same request"] = in
+		for name, in := range asked {
+			for _, in.MaxResumes = range []int{1, 5} {
+				got, err := j.Begin(t.Context(), in)
+				require.NoError(t, err, name)
+				requireSame(t, stored, got)
+				require.Empty(t, got.Owner, "not claimed")
+				j.requireStored(t, stored)
+			}
+		}
+		e := j.claim(t, in) // its caller
+		require.True(t, e.Clear)
+		j.release(t, e, journal.Note{})
+		in.MaxResumes = 5
+		require.Equal(t, 1, j.claim(t, in).Resumes, "nobody waits for it any more")
 	}},
 }

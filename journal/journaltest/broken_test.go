@@ -63,6 +63,14 @@ var brokenJournals = []broken{
 		"of 50 who begin one operation at once exactly one has the claim"},
 	{"a resume is not counted", func(m *journal.Memory) journal.Journal { return &noResume{m} },
 		"one resume too many is ErrAttention, with the entry"},
+	{"a resume creates what was swept", func(m *journal.Memory) journal.Journal { return &resumeCreates{m} },
+		"a resume of an operation without an entry is ErrNotFound and creates nothing"},
+	{"a resume claims what waits for its caller", func(m *journal.Memory) journal.Journal { return &resumeClaims{m} },
+		"a resume of an entry that waits for its caller returns it and claims nothing"},
+	{"a refused key is begun again", func(m *journal.Memory) journal.Journal { return &refusedKey{m} },
+		"a next key that was refused already is ErrInvalid, with the entry, and begins nothing"},
+	{"a resume looks first and claims later", func(m *journal.Memory) journal.Journal { return &looksFirst{m} },
+		"no resume claims what waits for its caller, however they meet"},
 	{"Begin returns FirstSend of now", func(m *journal.Memory) journal.Journal { return &asStored{m} },
 		"Begin returns FirstSend and Clear of before and stores that the key may be sent now"},
 	{"a second Finish is refused", func(m *journal.Memory) journal.Journal { return &finishOnce{Memory: m} },
@@ -198,6 +206,56 @@ type noResume struct{ *journal.Memory }
 
 func (j *noResume) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
 	in.MaxResumes = 0
+	return j.Memory.Begin(ctx, in)
+}
+
+type resumeCreates struct{ *journal.Memory }
+
+func (j *resumeCreates) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	e, err := j.Memory.Begin(ctx, in)
+	if errors.Is(err, journal.ErrNotFound) {
+		in.MaxResumes = 0
+		e, err = j.Memory.Begin(ctx, in)
+	}
+	return e, err
+}
+
+type resumeClaims struct{ *journal.Memory }
+
+func (j *resumeClaims) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	e, err := j.Memory.Begin(ctx, in)
+	if err == nil && in.MaxResumes > 0 && e.State == journal.Pending && e.Clear {
+		in.MaxResumes = 0
+		e, err = j.Memory.Begin(ctx, in)
+	}
+	return e, err
+}
+
+type refusedKey struct{ *journal.Memory }
+
+func (j *refusedKey) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	key := in.NextKey
+	if e, err := j.Get(ctx, in.Operation); err == nil && e.State == journal.Refused && e.Key == key && key != "" {
+		in.NextKey += " again"
+	}
+	e, err := j.Memory.Begin(ctx, in)
+	if e.Key == in.NextKey {
+		e.Key = key
+	}
+	return e, err
+}
+
+// looksFirst is right as long as nobody comes between.
+type looksFirst struct{ *journal.Memory }
+
+func (j *looksFirst) Begin(ctx context.Context, in journal.Intent) (journal.Entry, error) {
+	if in.MaxResumes > 0 {
+		if e, err := j.Get(ctx, in.Operation); err != nil || e.State == journal.Pending && e.Clear {
+			return e, err
+		}
+		time.Sleep(10 * time.Microsecond) // a store that reads first takes longer
+		in.MaxResumes = 0
+	}
 	return j.Memory.Begin(ctx, in)
 }
 

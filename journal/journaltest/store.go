@@ -76,6 +76,49 @@ var contention = []check{
 		require.NotEmpty(t, claimed)
 		require.EqualValues(t, int(first.Fence)+len(claimed), j.get(t, in.Operation).Fence)
 	}},
+	{"no resume claims what waits for its caller, however they meet", long, func(t *testing.T, j kit) {
+		const resumes, calls = 8, 100
+		in := payment("1")
+		e := j.claim(t, in)
+		var all sync.WaitGroup
+		ended := make(chan struct{})
+		for range resumes {
+			all.Go(func() {
+				in := in
+				in.MaxResumes = 5
+				for {
+					switch e, err := j.Begin(t.Context(), in); {
+					case err != nil && !errors.Is(err, journal.ErrClaimed):
+						t.Errorf("a resume: %v", err)
+						return
+					case err == nil && (e.Owner != "" || !e.Clear):
+						t.Errorf("a resume has claim %d; Clear: %v", e.Fence, e.Clear)
+						return
+					}
+					select {
+					case <-ended:
+						return
+					default:
+					}
+				}
+			})
+		}
+		for range calls {
+			if _, err := j.Release(t.Context(), e, journal.Note{Clear: true}); err != nil {
+				t.Errorf("the caller: %v", err)
+				break
+			}
+			time.Sleep(50 * time.Microsecond) // the resumes have to meet it
+			next, err := j.Begin(t.Context(), in)
+			if err != nil || !next.Clear || next.Fence != e.Fence+1 {
+				t.Errorf("the caller: claim %d after %d, Clear: %v, %v", next.Fence, e.Fence, next.Clear, err)
+				break
+			}
+			e = next
+		}
+		close(ended)
+		all.Wait()
+	}},
 	{"64 callers of many operations never hold one together and lose nothing", long, func(t *testing.T, j kit) {
 		const callers, operations, passes, last = 64, 16, 4, 6
 		var holders, claimed, done [operations]atomic.Int64

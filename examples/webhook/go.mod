@@ -1,0 +1,35 @@
+module github.com/idem-go/idem/examples/webhook
+
+go 1.26.0
+
+replace (
+	github.com/idem-go/idem => ../..
+	github.com/idem-go/idem/journal/sqljournal => ../../journal/sqljournal
+	github.com/idem-go/idem/webhook/signature => ../../webhook/signature
+)
+
+require (
+	github.com/idem-go/idem v0.0.0
+	github.com/idem-go/idem/journal/sqljournal v0.0.0
+	github.com/idem-go/idem/webhook/signature v0.0.0
+	github.com/stretchr/testify v1.12.1
+	modernc.org/sqlite v1.62.0
+)
+
+require (
+	github.com/cenkalti/backoff/v4 v4.3.0 // indirect
+	github.com/dustin/go-humanize v1.1.0 // indirect
+	github.com/google/uuid v1.6.0 // indirect
+	github.com/hashicorp/go-cleanhttp v0.5.2 // indirect
+	github.com/hashicorp/go-retryablehttp v0.7.8 // indirect
+	github.com/mattn/go-isatty v0.0.24 // indirect
+	github.com/ncruces/go-strftime v1.1.0 // indirect
+	github.com/remyoudompheng/bigfft v0.0.0-20230129092748-24d4a6f8daec // indirect
+	github.com/standard-webhooks/standard-webhooks/libraries v0.0.1 // indirect
+	github.com/stripe/stripe-go/v85 v85.0.0 // indirect
+	go.yaml.in/yaml/v3 v3.0.5 // indirect
+	golang.org/x/sys v0.49.0 // indirect
+	modernc.org/libc v1.80.1 // indirect
+	modernc.org/mathutil v1.7.1 // indirect
+	modernc.org/memory v1.12.1 // indirect
+)

@@ -1,0 +1,5 @@
+//go:build !race
+
+package sqljournal_test
+
+const raceEnabled = false
