@@ -21,7 +21,6 @@ type record struct {
 	before  int     // attempts in the report that another RoundTrip noted
 	fence   int64   // of the RoundTrip that was redirected here
 	done    bool    // carried out before this call
-	clean   bool    // nothing that was sent before with the key can have had an effect
 	unknown bool    // an earlier call may have reached the server
 	resume  *resumption
 	stream  *ending     // of a streamed answer: its end decides
@@ -57,8 +56,8 @@ func (o *operation) record() *record {
 	return o.late.record
 }
 
-// errEnlisted: the entry was enlisted while the call ran, so a resume will send it.
-var errEnlisted = errors.New("idem: the operation was enlisted meanwhile")
+// errEnlisted: a resume will send the entry, whatever came of the call.
+var errEnlisted = errors.New("idem: the operation is enlisted")
 
 // journalErr is a failure of the journal itself.
 func journalErr(err error) error {
@@ -195,9 +194,8 @@ func (o *operation) opened(e journal.Entry, hopKey string) error {
 	}
 	// Nothing that was sent before can have had an effect; on a hop, what this
 	// operation sent stands in its report.
-	clean := e.Clear || e.FirstSend.IsZero() || o.isHop && o.minted && e.Fence == rec.fence+1
-	rec.clean, rec.unknown = clean, !clean && !o.isHop
-	o.minted = clean && !e.Enlisted // which a resume will send, whatever comes of this call
+	o.minted = e.Clear || e.FirstSend.IsZero() || o.isHop && o.minted && e.Fence == rec.fence+1
+	rec.unknown = !o.minted && !o.isHop
 	rec.renewAfter(o.t.Journal, time.Until(e.Lease))
 	if err := checkKey(e.Key, "journal", &o.t.dialect); err != nil {
 		return err

@@ -153,22 +153,12 @@ func (o *operation) change(a again) {
 	}
 }
 
-// unsent reports whether nobody can have used the key before this call. It is
-// more than minted: nothing is claimed of an enlisted operation, yet its key may be
-// new.
-func (o *operation) unsent() bool {
-	if rec := o.record(); rec != nil {
-		return rec.clean
-	}
-	return o.minted
-}
-
 // circumstances of the attempt that has just ended.
 func (o *operation) circumstances(r *result) circumstances {
 	return circumstances{
 		keyed:      o.keyed,
 		repeatable: o.repeatable,
-		sentBefore: o.keyed && (!o.unsent() || r.resent || mayHaveSent(o.report.Attempts)),
+		sentBefore: o.keyed && (!o.minted || r.resent || mayHaveSent(o.report.Attempts)),
 		canPrepare: o.t.Prepare != nil && !o.chance.prepared && !o.abroad(),
 		canExpect:  !o.chance.expectDropped && o.req.Header.Get("Expect") != "",
 	}

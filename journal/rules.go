@@ -53,7 +53,7 @@ func (r *Rules) Begin(old *Entry, in Intent, now time.Time) (stored, returned En
 	same := sameRequest(e.Fingerprint, print)
 	e.Differs = delivery && !same
 	switch {
-	case (e.State == Refused || e.Clear) && in.MaxResumes > 0:
+	case (e.State == Refused || e.State == Pending && e.Clear) && in.MaxResumes > 0:
 		return e, e, false, nil
 	case e.State == Refused && in.NextKey == e.Key && in.Expires.IsZero():
 		return e, e, false, usedNextKey()

@@ -3,12 +3,10 @@ package journaltest_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"iter"
 	"os"
 	"os/exec"
 	"regexp"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -17,26 +15,13 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/idem-go/idem/internal/leak"
 	"github.com/idem-go/idem/journal"
 	"github.com/idem-go/idem/journal/journaltest"
 )
 
 // TestMain fails the run if goroutines are left behind.
-func TestMain(m *testing.M) {
-	code := m.Run()
-	if code == 0 {
-		for range 100 {
-			if runtime.NumGoroutine() == 1 {
-				os.Exit(0)
-			}
-			time.Sleep(50 * time.Millisecond) // goroutines that are about to end need a moment
-		}
-		buf := make([]byte, 1<<20)
-		fmt.Fprintf(os.Stderr, "goroutines left behind:\n%s\n", buf[:runtime.Stack(buf, true)])
-		code = 1
-	}
-	os.Exit(code)
-}
+func TestMain(m *testing.M) { os.Exit(leak.Run(m)) }
 
 // broken is a journal that goes wrong in one way, and the subtest that must
 // notice.
