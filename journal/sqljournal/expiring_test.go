@@ -23,7 +23,7 @@ func event(i int, expires time.Time) journal.Intent {
 
 // More expired deliveries are claimed than a step of the sweep reads at once.
 func TestASweepStepsOverWhatIsClaimedAndTakesTheRest(t *testing.T) {
-	const n, lease = 1000, 3 * time.Second
+	const n, lease = 300, 4 * time.Second // half of n is more than a step
 	j := open(t, fresh(t), sqljournal.Options{Lease: lease})
 	soon := time.Now().Add(100 * time.Millisecond)
 	var mu sync.Mutex // guards what follows

@@ -10,24 +10,28 @@ import (
 )
 
 func TestAJournalInAFileKeepsTheContract(t *testing.T) {
+	t.Parallel() // it waits for leases most of the time
 	journaltest.Run(t, func(t *testing.T, lease time.Duration) journal.Journal {
 		return open(t, fresh(t), sqljournal.Options{Lease: lease})
 	})
 }
 
 func TestAJournalInAFileWithoutGroupCommitKeepsTheContract(t *testing.T) {
+	t.Parallel() // it waits for leases most of the time
 	journaltest.Run(t, func(t *testing.T, lease time.Duration) journal.Journal {
 		return open(t, fresh(t), sqljournal.Options{Lease: lease, NoGroupCommit: true})
 	})
 }
 
 func TestAJournalInTheCallersDatabaseKeepsTheContract(t *testing.T) {
+	t.Parallel() // it waits for leases most of the time
 	journaltest.Run(t, func(t *testing.T, lease time.Duration) journal.Journal {
 		return over(t, database(t, fresh(t)), sqljournal.Options{Lease: lease})
 	})
 }
 
 func TestAJournalInTheCallersDatabaseWithoutGroupCommitKeepsTheContract(t *testing.T) {
+	t.Parallel() // it waits for leases most of the time
 	journaltest.Run(t, func(t *testing.T, lease time.Duration) journal.Journal {
 		return over(t, database(t, fresh(t)), sqljournal.Options{Lease: lease, NoGroupCommit: true})
 	})
