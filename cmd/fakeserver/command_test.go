@@ -197,6 +197,9 @@ func TestThereIsOneReadableLinePerSendAndNoneWhenQuiet(t *testing.T) {
 	c.stop(t, syscall.SIGTERM)
 	lines := c.printed()
 	require.Len(t, lines, 4)
+	if strings.Contains(lines[1], "  #2 ") { // a line is printed when its send has ended, and the client may be quicker
+		lines[1], lines[2] = lines[2], lines[1]
+	}
 	require.Regexp(t, `^\d\d:\d\d:\d\d\.\d{3}  #1 POST /v1/payments  key order-1, send 1  -> no answer: connection reset  \([0-9.]+ ms\)`+
 		`  fault: reset after the effect \(send 1\)  effect 1: payment pay_1, 1999$`, lines[1])
 	require.Regexp(t, `  #2 POST /v1/payments  key order-1, send 2  -> 201 Created, replay  \([0-9.]+ ms\)$`, lines[2])
