@@ -343,7 +343,7 @@ func TestAReceiverThatTakesTheIDAloneLosesAnEventOfAnotherSource(t *testing.T) {
 		r := careful(t, s, Endpoint{Name: "shop"})
 		other := careful(t, s, Endpoint{Name: "other", Secrets: []string{secretTwo}, IDPrefix: "oth_"})
 		r.known = map[string]string{}
-		other.known = r.known // one memory for both
+		other.known, other.memory = r.known, &r.mu // one memory for both
 		injectDeliveries(t, s, DeliveryFault{Kind: OtherSource, Endpoint: "shop", To: "other"})
 		payFor(t, s, "order-1")
 		settled(t, s)

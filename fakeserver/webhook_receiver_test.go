@@ -37,6 +37,7 @@ type receiver struct {
 	claimUnproved bool // claims the id before it verifies
 	earlyYes      bool // says 200 to a copy while the first may still fail
 
+	memory *sync.Mutex // of known, where another receiver shares it; nil: mu
 	mu     sync.Mutex
 	known  map[string]string // id: "busy" or "done"
 	acted  []notice
@@ -108,15 +109,23 @@ func (r *receiver) receive(req *http.Request) (status int, m notice) {
 	return 200, m
 }
 
+// remember locks what is known; the result unlocks it.
+func (r *receiver) remember() func() {
+	mu := r.memory
+	if mu == nil {
+		mu = &r.mu
+	}
+	mu.Lock()
+	return mu.Unlock
+}
+
 func (r *receiver) state(id string) string {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.remember()()
 	return r.known[id]
 }
 
 func (r *receiver) claim(id string) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.remember()()
 	if r.known == nil {
 		r.known = map[string]string{}
 	}
@@ -128,8 +137,7 @@ func (r *receiver) claim(id string) bool {
 }
 
 func (r *receiver) settle(id, state string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+	defer r.remember()()
 	if r.known == nil {
 		r.known = map[string]string{}
 	}
