@@ -20,7 +20,7 @@ import (
 // release is called.
 func hold(t testing.TB, j *sqljournal.Journal) (release func()) {
 	t.Helper()
-	tx, err := j.DB().BeginTx(t.Context(), nil)
+	tx, err := j.DB().BeginTx(context.Background(), nil) // t.Context ends before the cleanup, which would find it rolled back
 	require.NoError(t, err)
 	release = sync.OnceFunc(func() { require.NoError(t, tx.Rollback()) })
 	t.Cleanup(release)
