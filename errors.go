@@ -41,7 +41,8 @@ var (
 	// the first send, nothing was sent; where a lease that ended could not be
 	// renewed, nothing more. Where it failed after the answer, the answer stands
 	// (Report.Reason beside a response), and the entry stays pending, to be
-	// resumed with the same key. The cause is wrapped.
+	// resumed with the same key. Where a stored answer does not open (another
+	// Transport.Seal), the server's replay is the answer. The cause is wrapped.
 	ErrJournal = errors.New("idem: journal failed")
 
 	// From the answer of the server, or known before asking it.

@@ -29,6 +29,12 @@ type Hooks struct {
 	// Resumed runs after each entry that [Client.Resume] has dealt with; r is
 	// what it has done so far.
 	Resumed func(ctx context.Context, op journal.Operation, r Resumed)
+	// JournalFailed runs where Transport.Journal fails and no result of the call
+	// can say so: when a claim is renewed, on a goroutine of its own (the call
+	// goes on, and ends with ErrJournal if that does not help), and behind the
+	// end of an answer that was handed over streaming (the entry stays pending, and
+	// a resume gets the server's replay).
+	JournalFailed func(ctx context.Context, op journal.Operation, err error)
 }
 
 // SlogHooks logs to l: attempts and waits at debug level, with the key
@@ -36,7 +42,8 @@ type Hooks struct {
 // the outcome is Executed (and the Journal could note it), else at warn level with
 // the whole key, which somebody may have to paste into a dashboard. The final line is
 // "idem: operation ended" with operation, key, outcome, reason, attempts,
-// last_status and request_id. No body, credential, URL or query is logged.
+// last_status and request_id. A journal that fails behind the call's back is logged
+// at warn level. No body, credential, URL or query is logged.
 // A nil l is slog.Default() at the time of the call.
 func SlogHooks(l *slog.Logger) Hooks {
 	logger := func() *slog.Logger {
@@ -81,6 +88,10 @@ func SlogHooks(l *slog.Logger) Hooks {
 		Resumed: func(ctx context.Context, op journal.Operation, r Resumed) {
 			logger().LogAttrs(ctx, slog.LevelDebug, "idem: entry resumed",
 				slog.String("operation", op.Name+"/"+op.ID), slog.String("so_far", r.String()))
+		},
+		JournalFailed: func(ctx context.Context, op journal.Operation, err error) {
+			logger().LogAttrs(ctx, slog.LevelWarn, "idem: journal failed",
+				slog.String("operation", op.Name+"/"+op.ID), slog.String("error", err.Error()))
 		},
 	}
 }

@@ -22,6 +22,7 @@ type record struct {
 	fence   int64   // of the RoundTrip that was redirected here
 	done    bool    // carried out before this call
 	unknown bool    // an earlier call may have reached the server
+	closed  error   // the stored answer does not open
 	resume  *resumption
 	stream  *ending     // of a streamed answer: its end decides
 	left    func() bool // ends the watch on the context of its reader; nil: there is none
@@ -196,7 +197,7 @@ func (o *operation) opened(e journal.Entry, hopKey string) error {
 	// operation sent stands in its report.
 	o.minted = e.Clear || e.FirstSend.IsZero() || o.isHop && o.minted && e.Fence == rec.fence+1
 	rec.unknown = !o.minted && !o.isHop
-	rec.renewAfter(o.t.Journal, time.Until(e.Lease))
+	o.renewAfter(time.Until(e.Lease))
 	if err := checkKey(e.Key, "journal", &o.t.dialect); err != nil {
 		return err
 	}
@@ -220,8 +221,8 @@ func (o *operation) since(first time.Time) error {
 	return nil
 }
 
-// recall is for an operation that is done: the stored answer, or, inside the
-// key window, the server's replay, which run asks for.
+// recall is for an operation that is done: the stored answer, or, where there is
+// none that opens, the server's replay inside the key window, which run asks for.
 func (o *operation) recall(e journal.Entry) error {
 	rec := o.record()
 	rec.done, o.minted = true, false
@@ -229,18 +230,25 @@ func (o *operation) recall(e journal.Entry) error {
 		return errNotPending
 	}
 	if len(e.Answer) > 0 && o.t.Seal != nil {
-		return o.unsealAnswer(e)
+		if rec.closed = o.unsealAnswer(e); rec.closed == nil {
+			return nil
+		}
 	}
 	// What a person settled the server may never have seen: a send would do it.
 	if e.Decision != "" || e.FirstSend.IsZero() || o.since(e.FirstSend) != nil || o.expired(o.started) {
-		return fmt.Errorf("%w: on %s", ErrAlreadyDone, e.Finished.UTC().Format(time.DateTime+" MST"))
+		err := fmt.Errorf("%w: on %s", ErrAlreadyDone, e.Finished.UTC().Format(time.DateTime+" MST"))
+		if rec.closed != nil {
+			err = fmt.Errorf("%w; %w", err, rec.closed)
+		}
+		return err
 	}
 	return nil
 }
 
 // renewAfter keeps the claim while the operation runs; rest is what is left of
 // the lease.
-func (rec *record) renewAfter(j journal.Journal, rest time.Duration) {
+func (o *operation) renewAfter(rest time.Duration) {
+	rec := o.record()
 	every := max(rest/3, 10*time.Millisecond)
 	rec.mu.Lock()
 	defer rec.mu.Unlock()
@@ -248,7 +256,10 @@ func (rec *record) renewAfter(j journal.Journal, rest time.Duration) {
 		if !rec.claimed() {
 			return
 		}
-		err := rec.renew(context.Background(), j, journal.Note{})
+		err := rec.renew(context.Background(), o.t.Journal, journal.Note{})
+		if err != nil && rec.claimed() {
+			o.journalFailed(err)
+		}
 		rec.mu.Lock()
 		defer rec.mu.Unlock()
 		if rec.held && !rec.lost {
@@ -261,8 +272,7 @@ func (rec *record) renewAfter(j journal.Journal, rest time.Duration) {
 }
 
 // renew extends the claim and notes n. The mutex is not held meanwhile: a store
-// that hangs must hold up nobody who only looks. A journal that fails now is
-// heard of at the end.
+// that hangs must hold up nobody who only looks.
 func (rec *record) renew(ctx context.Context, j journal.Journal, n journal.Note) error {
 	ctx, cancel := context.WithTimeout(ctx, writeTime)
 	defer cancel()
@@ -317,6 +327,8 @@ func (o *operation) conclude(resp *http.Response) {
 			r.Reason = ErrAlreadyDone
 		case r.Reason == nil && n > rec.before && resp != nil && resp.StatusCode/100 != 3 && r.Attempts[n-1].evidence != done:
 			r.Reason = fmt.Errorf("%w: the answer %d is not the one that it had", ErrAlreadyDone, resp.StatusCode)
+		case r.Reason == nil && rec.closed != nil:
+			r.Reason, r.onlyJournal = rec.closed, true
 		}
 		return
 	}
@@ -453,10 +465,22 @@ func (o *operation) answerEnded(whole bool) {
 	if rec == nil || rec.stream == nil {
 		return
 	}
+	var err error
 	if whole {
-		_ = rec.finish(o, rec.stream.state, rec.stream.note)
+		err = rec.finish(o, rec.stream.state, rec.stream.note)
 	} else {
-		_ = rec.release(o, journal.Note{Attempts: rec.stream.note.Attempts})
+		err = rec.release(o, journal.Note{Attempts: rec.stream.note.Attempts})
+	}
+	if err != nil {
+		o.journalFailed(err)
+	}
+}
+
+// journalFailed tells of a failure that no result of the call can tell of. A
+// claim that was taken over is none: whoever has it goes on with the entry.
+func (o *operation) journalFailed(err error) {
+	if failed := o.t.Hooks.JournalFailed; failed != nil && !errors.Is(err, journal.ErrClaimLost) {
+		failed(o.Context, o.record().operation(o), journalErr(err))
 	}
 }
 

@@ -221,7 +221,9 @@ func (j tampering) Pending(ctx context.Context) iter.Seq2[journal.Entry, error] 
 	}
 }
 
-func TestWhatDoesNotOpenIsAnErrorOfTheJournal(t *testing.T) {
+// The server's replay, and after the window the reference, take the place of an
+// answer that does not open; the report says why.
+func TestStoredAnswerThatDoesNotOpenIsAskedForAgain(t *testing.T) {
 	stored := func(t *testing.T, s *fakeserver.Server, m *journal.Memory) {
 		for _, id := range []string{"1", "2"} {
 			_, err := pay(t, journalled(s, m, sealing(t, 1)), s, id)
@@ -254,10 +256,22 @@ func TestWhatDoesNotOpenIsAnErrorOfTheJournal(t *testing.T) {
 					}
 				}}
 				r, err := pay(t, journalled(s, j, sealing(t, c.key)), s, "1")
+				require.NoError(t, err)
+				require.True(t, r.Replayed)
+				require.ErrorIs(t, r.Reason, idem.ErrJournal)
+				require.NotErrorIs(t, r.Reason, idem.ErrAlreadyDone)
+				require.Equal(t, idem.Executed, r.Outcome)
+				require.Equal(t, "pay_1", r.Reference)
+				require.Len(t, s.Sends(), 3)
+				require.Len(t, s.Effects(), 2)
+
+				time.Sleep(25 * time.Hour) // its window
+				r, err = pay(t, journalled(s, j, sealing(t, c.key)), s, "1")
+				require.ErrorIs(t, err, idem.ErrAlreadyDone)
 				require.ErrorIs(t, err, idem.ErrJournal)
 				require.Equal(t, idem.Executed, r.Outcome, "that is in the row")
 				require.Equal(t, "pay_1", r.Reference)
-				require.Len(t, s.Sends(), 2)
+				require.Len(t, s.Sends(), 3)
 				require.Equal(t, journal.Done, entryOf(t, m, "1").State)
 			})
 		})

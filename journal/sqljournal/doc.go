@@ -56,7 +56,8 @@
 // After an error of a file, restore the file and its log together, and the secret
 // if that is missing. Where there is no copy, move them away, look up at the
 // provider what was open, and go on with a new journal. An entry that was
-// changed hinders no other; nothing is sent for it, and only a copy brings it back.
+// changed hinders no other; nothing is sent for it until a copy brings it back or
+// a person, who looked it up at the provider, decides (Journal.DecideDamaged).
 //
 // A process that is stopped (a debugger, a frozen container) in the middle of a
 // write holds the lock of the file: the others get ErrBusy until it goes on

@@ -104,7 +104,7 @@ func (e *FileError) Unwrap() error { return e.Err }
 
 // RowError: the MAC of an entry is wrong, or what is stored cannot be read. It
 // matches journal.ErrDamaged. Nothing is sent for such an entry, and nothing
-// else is hindered by it.
+// else is hindered by it. Journal.DecideDamaged ends it.
 type RowError struct {
 	// Operation as far as it can be read.
 	Operation journal.Operation
@@ -112,7 +112,7 @@ type RowError struct {
 
 // Error names the entry.
 func (e *RowError) Error() string {
-	return fmt.Sprintf("sqljournal: entry %q is not what was written", e.Operation.String())
+	return fmt.Sprintf("sqljournal: entry %q is not what was written: look the operation up at the provider, then use DecideDamaged", e.Operation.String())
 }
 
 // Unwrap is journal.ErrDamaged.

@@ -205,6 +205,18 @@ func (j *Journal) Decide(ctx context.Context, op journal.Operation, d journal.De
 	return j.do(ctx, &call{run: func(w *writer) (journal.Entry, error) { return w.decideEntry(op, d) }})
 }
 
+// DecideDamaged records what a person found out at the provider about an
+// operation whose entry is damaged (a *RowError names it), and puts a new entry
+// in the place of the damaged one: State journal.Done is what [Decide] makes of an
+// executed operation, and Refused frees it for a new key. Of the old entry the key and, unless d has
+// one, the reference are kept, for people to read: they may be what is damaged.
+// ErrInvalid: the entry is not damaged, or d is wrong. ErrNotFound: there is none.
+//
+// [Decide]: Journal.Decide
+func (j *Journal) DecideDamaged(ctx context.Context, op journal.Operation, d journal.Decision) (journal.Entry, error) {
+	return j.do(ctx, &call{run: func(w *writer) (journal.Entry, error) { return w.decideDamaged(op, d) }})
+}
+
 // Get implements [journal.Journal]. A damaged entry is a *RowError.
 func (j *Journal) Get(ctx context.Context, op journal.Operation) (journal.Entry, error) {
 	rows, err := j.read(ctx, j.get, op.Scope, op.Name, op.ID)
@@ -313,7 +325,7 @@ func (j *Journal) Sweep(ctx context.Context, keep time.Duration) (journal.Swept,
 			total.Deleted += p.deleted
 			damaged = errors.Join(damaged, p.damaged)
 			skip += p.left
-			if p.found < sweepRows {
+			if !p.more {
 				break
 			}
 		}

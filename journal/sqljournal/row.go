@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"database/sql/driver"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/idem-go/idem/journal"
@@ -39,6 +40,8 @@ const (
 	updateFinish = "UPDATE idem_entries SET state = $1, attempts = $2, owner = $3, lease = $4, finished = $5, status = $6, " +
 		"reference = $7, answer = $8, mac = $9 WHERE seq = $10 AND mac = $11"
 	deleteEntry = "DELETE FROM idem_entries WHERE seq = $1 AND mac = $2"
+	// The mac of a damaged row may be the damage.
+	deleteDamaged = "DELETE FROM idem_entries WHERE seq = $1"
 
 	selectNewest  = selectRow + "state = 0 AND expires = 0 ORDER BY created DESC, seq DESC LIMIT 1"
 	selectPending = selectRow + "state = 0 AND expires = 0 AND (created, seq) > ($1, $2) AND (created, seq) <= ($3, $4) " +
@@ -146,6 +149,19 @@ func (r *row) check(s *journal.Secret) error {
 		return &RowError{Operation: r.entry.Operation}
 	}
 	return nil
+}
+
+// salvaged is the pending entry about which a person decides where the row of op
+// is damaged. What it keeps is for that person to read; what a later step acts on
+// is made anew: the claim, the expiry, stored bodies, the generation (the
+// first one alone has a key that follows from the name), and the fence, which is
+// far above any that an owner can have.
+func (r *row) salvaged(op journal.Operation, now time.Time) *journal.Entry {
+	e := r.entry
+	return &journal.Entry{
+		Operation: op, State: journal.Pending, Generation: min(max(e.Generation, 1), math.MaxInt32), Key: e.Key, Fingerprint: e.Fingerprint,
+		Created: now.Round(0).Truncate(time.Microsecond), Fence: now.UnixMicro(), Reference: e.Reference,
+	}
 }
 
 type decoder struct {

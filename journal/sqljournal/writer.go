@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"time"
 
 	"github.com/idem-go/idem/journal"
@@ -20,7 +21,7 @@ type writer struct {
 	begin, commit, rollback                driver.Stmt
 	selectEntry, insertEntry               driver.Stmt
 	updateEntry, updateClaim, updateFinish driver.Stmt
-	deleteEntry                            driver.Stmt
+	deleteEntry, deleteDamaged             driver.Stmt
 	sweepExpired, sweepOld, sweepStored    driver.Stmt
 	free, shrink                           driver.Stmt
 
@@ -58,7 +59,7 @@ func (w *writer) all(d dialect) []prepared {
 	return []prepared{
 		{&w.begin, d.begin}, {&w.commit, "COMMIT"}, {&w.rollback, "ROLLBACK"},
 		{&w.selectEntry, selectEntry}, {&w.insertEntry, insertEntry}, {&w.updateEntry, updateEntry},
-		{&w.updateClaim, updateClaim}, {&w.updateFinish, updateFinish}, {&w.deleteEntry, deleteEntry},
+		{&w.updateClaim, updateClaim}, {&w.updateFinish, updateFinish}, {&w.deleteEntry, deleteEntry}, {&w.deleteDamaged, deleteDamaged},
 		{&w.sweepExpired, selectExpired}, {&w.sweepOld, selectOld}, {&w.sweepStored, selectStored},
 		{&w.free, d.free}, {&w.shrink, d.shrink},
 	}
@@ -94,14 +95,21 @@ func (w *writer) exec(s driver.Stmt, args ...any) (int64, error) {
 	return n, nil
 }
 
-// query reads the rows of one of the selects of entries.
-func (w *writer) query(s driver.Stmt, args ...any) (rows []row, err error) {
-	err = w.values(s, args, w.row[:], func(values []driver.Value) { rows = append(rows, decode(values)) })
-	return rows, err
+// query reads the rows of one of the selects of entries; all is false if the
+// bodies that they store came to more than most bytes, and the rest was not read.
+func (w *writer) query(s driver.Stmt, most int, args ...any) (rows []row, all bool, err error) {
+	bytes := 0
+	err = w.values(s, args, w.row[:], func(values []driver.Value) bool {
+		r := decode(values)
+		rows = append(rows, r)
+		bytes += len(r.entry.Request) + len(r.entry.Answer)
+		return bytes <= most
+	})
+	return rows, bytes <= most, err
 }
 
-// values hands each row of a query to f, in the same slice.
-func (w *writer) values(s driver.Stmt, args []any, into []driver.Value, f func([]driver.Value)) (err error) {
+// values hands each row of a query to f, in the same slice, until f returns false.
+func (w *writer) values(s driver.Stmt, args []any, into []driver.Value, f func([]driver.Value) bool) (err error) {
 	r, err := s.(driver.StmtQueryContext).QueryContext(context.Background(), w.named(args))
 	if err != nil {
 		return storeError{err}
@@ -118,13 +126,15 @@ func (w *writer) values(s driver.Stmt, args []any, into []driver.Value, f func([
 		case err != nil:
 			return storeError{err}
 		}
-		f(into)
+		if !f(into) {
+			return nil
+		}
 	}
 }
 
 // load returns the entry of op; nil: there is none.
 func (w *writer) load(op journal.Operation) (*row, error) {
-	rows, err := w.query(w.selectEntry, op.Scope, op.Name, op.ID)
+	rows, _, err := w.query(w.selectEntry, math.MaxInt, op.Scope, op.Name, op.ID)
 	if err != nil || len(rows) == 0 {
 		return nil, err
 	}
@@ -266,6 +276,32 @@ func (w *writer) decideEntry(op journal.Operation, d journal.Decision) (journal.
 	})
 }
 
+// decideDamaged puts a new row in the place of a damaged one.
+func (w *writer) decideDamaged(op journal.Operation, d journal.Decision) (journal.Entry, error) {
+	rows, _, err := w.query(w.selectEntry, math.MaxInt, op.Scope, op.Name, op.ID)
+	switch {
+	case err != nil:
+		return journal.Entry{}, err
+	case len(rows) == 0:
+		return journal.Entry{}, journal.ErrNotFound
+	case rows[0].check(&w.rules.Secret) == nil:
+		return rows[0].entry, fmt.Errorf("%w: the entry of %v is not damaged; use Decide", journal.ErrInvalid, op)
+	}
+	now := time.Now()
+	out, err := w.rules.Decide(rows[0].salvaged(op, now), d, now)
+	if err != nil {
+		return journal.Entry{}, err
+	}
+	if err := changedOne(w.exec(w.deleteDamaged, rows[0].seq)); err != nil {
+		return journal.Entry{}, err
+	}
+	ok, err := w.insert(&out)
+	if err == nil && !ok {
+		err = changedOne(0, nil)
+	}
+	return out, err
+}
+
 // change lets f replace an entry, which is nil where there is none.
 func (w *writer) change(op journal.Operation, f func(old *journal.Entry) (e journal.Entry, write bool, err error)) (journal.Entry, error) {
 	old, err := w.load(op)
@@ -286,13 +322,13 @@ func (w *writer) change(op journal.Operation, f func(old *journal.Entry) (e jour
 }
 
 // sweep does a part of a sweep with one of its selects, from the given row on: it
-// tells how many rows it found, which of them it left, and what it did.
+// tells whether there may be more, which rows it left, and what it did.
 func (w *writer) sweep(s driver.Stmt, until time.Time, keep time.Duration, now time.Time, skip int) (p swept, err error) {
-	rows, err := w.query(s, journal.Micro(until), int64(sweepRows), int64(skip))
+	rows, all, err := w.query(s, sweepBytes, journal.Micro(until), int64(sweepRows), int64(skip))
 	if err != nil {
 		return swept{}, err
 	}
-	p.found = len(rows)
+	p.more = !all || len(rows) == sweepRows
 	for i := range rows {
 		r := &rows[i]
 		if err := r.check(&w.rules.Secret); err != nil {
@@ -318,14 +354,18 @@ func (w *writer) sweep(s driver.Stmt, until time.Time, keep time.Duration, now t
 	return p, nil
 }
 
-// sweepRows is how many entries one step of a sweep handles; the others wait
-// for it about a millisecond.
-const sweepRows = 100
+// One step of a sweep handles so many entries, or as many as hold so many bytes
+// of bodies; the others wait for it about a millisecond.
+const (
+	sweepRows  = 100
+	sweepBytes = 1 << 20
+)
 
 // swept is what one step of a sweep did.
 type swept struct {
-	found, left, emptied, deleted int
-	damaged                       error
+	more                   bool
+	left, emptied, deleted int
+	damaged                error
 }
 
 // giveBack makes the file smaller by some pages if many are free, and reports
@@ -334,9 +374,10 @@ func (w *writer) giveBack() (bool, error) {
 	const fewPages = 256
 	var free, pages int64
 	var two [2]driver.Value
-	err := w.values(w.free, nil, two[:], func(v []driver.Value) {
+	err := w.values(w.free, nil, two[:], func(v []driver.Value) bool {
 		free, _ = v[0].(int64)
 		pages, _ = v[1].(int64)
+		return true
 	})
 	if err != nil || free <= max(fewPages, pages/4) {
 		return false, err
