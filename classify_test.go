@@ -121,7 +121,7 @@ func TestC63_PermanentErrorsAreNotRetried(t *testing.T) {
 			tr := onWire(base, func(tr *idem.Transport) {
 				tr.Policy.BackoffBase, tr.Policy.BackoffCap = time.Minute, time.Minute // a wait would be noticed
 			})
-			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 			defer cancel()
 			req := newPost(t, ctx, url, `{}`)
 			if c.edit != nil {
@@ -327,20 +327,22 @@ func TestClassificationOfLostAnswers(t *testing.T) {
 		{"body cut", fakeserver.Fault{Kind: fakeserver.CutBody}, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			s := onLoopback(t)
-			require.NoError(t, s.Script("", c.fault))
-			tr := over(s, func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 250 * time.Millisecond })
-			resp, err := tr.RoundTrip(newPayment(t, t.Context(), s, "order-1"))
-			require.NoError(t, err)
-			require.Len(t, s.Effects(), 1)
-			require.Len(t, s.Sends(), 2)
-			require.Len(t, keysSent(s.Sends()), 1)
-			require.Equal(t, c.effects == 1, s.Sends()[1].Replayed)
-			require.Contains(t, readAll(t, resp), "order-1")
-			report := idem.ReportOf(resp)
-			require.Equal(t, idem.Unknown, report.Attempts[0].Outcome)
-			require.Error(t, report.Attempts[0].Err)
-			require.Equal(t, idem.Executed, report.Outcome)
+			virtual(t, func(t *testing.T) {
+				s := inMemory(t)
+				require.NoError(t, s.Script("", c.fault))
+				tr := over(s, func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 250 * time.Millisecond })
+				resp, err := tr.RoundTrip(newPayment(t, t.Context(), s, "order-1"))
+				require.NoError(t, err)
+				require.Len(t, s.Effects(), 1)
+				require.Len(t, s.Sends(), 2)
+				require.Len(t, keysSent(s.Sends()), 1)
+				require.Equal(t, c.effects == 1, s.Sends()[1].Replayed)
+				require.Contains(t, readAll(t, resp), "order-1")
+				report := idem.ReportOf(resp)
+				require.Equal(t, idem.Unknown, report.Attempts[0].Outcome)
+				require.Error(t, report.Attempts[0].Err)
+				require.Equal(t, idem.Executed, report.Outcome)
+			})
 		})
 	}
 }
@@ -372,29 +374,22 @@ func TestClassificationOfConnectionsThatWereNeverMade(t *testing.T) {
 		})
 	})
 	t.Run("TLS stalls", func(t *testing.T) {
-		s, served := quietTLSServer(t)
-		base := newBase(t)
-		base.TLSClientConfig = s.Client().Transport.(*http.Transport).TLSClientConfig.Clone()
-		var dials atomic.Int32
-		stalled := rawServer(t, func(_ int, _ net.Conn, r *bufio.Reader) { _, _ = io.Copy(io.Discard, r) })
-		base.DialContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
-			if dials.Add(1) == 1 {
-				addr = strings.TrimPrefix(stalled, "http://")
-			}
-			return new(net.Dialer).DialContext(ctx, network, addr)
-		}
-		tr := onWire(base, func(tr *idem.Transport) {
-			tr.Policy.BackoffBase, tr.Policy.BackoffCap = 100*time.Millisecond, 100*time.Millisecond
+		virtual(t, func(t *testing.T) {
+			s := inMemoryTLS(t)
+			require.NoError(t, s.ScriptConns(fakeserver.AcceptSilence))
+			tr := over(s)
+			tr.Base.(*http.Transport).TLSHandshakeTimeout = 300 * time.Millisecond
+			start := time.Now()
+			resp, err := tr.RoundTrip(newPayment(t, t.Context(), s, "order-1"))
+			require.NoError(t, err)
+			require.NoError(t, resp.Body.Close())
+			require.GreaterOrEqual(t, time.Since(start), 300*time.Millisecond)
+			require.Len(t, s.Effects(), 1)
+			require.Len(t, s.Sends(), 1)
+			report := idem.ReportOf(resp)
+			require.Len(t, report.Attempts, 2)
+			require.Equal(t, idem.NotExecuted, report.Attempts[0].Outcome)
 		})
-		base.TLSHandshakeTimeout = 300 * time.Millisecond
-		resp, err := tr.RoundTrip(newPost(t, t.Context(), s.URL, `{}`))
-		require.NoError(t, err)
-		require.NoError(t, resp.Body.Close())
-		require.EqualValues(t, 1, served.Load())
-		report := idem.ReportOf(resp)
-		require.Len(t, report.Attempts, 2)
-		require.Equal(t, idem.NotExecuted, report.Attempts[0].Outcome)
-		base.CloseIdleConnections()
 	})
 	t.Run("CONNECT 503", func(t *testing.T) {
 		s, served := quietTLSServer(t)

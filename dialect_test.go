@@ -145,30 +145,31 @@ func oneBodyHash(t *testing.T, sends []fakeserver.Send) {
 // --- C22
 
 func TestC22_InProgressAfterATimeoutIsWaitedOutAndEndsInTheReplay(t *testing.T) {
-	// Real time, so the times are long enough for a busy machine.
-	s := onLoopback(t)
-	require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Slow, Delay: 800 * time.Millisecond}))
-	c := idem.NewClient(over(s, func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 250 * time.Millisecond }))
+	virtual(t, func(t *testing.T) {
+		s := inMemory(t)
+		require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Slow, Delay: 800 * time.Millisecond}))
+		c := idem.NewClient(over(s, func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 250 * time.Millisecond }))
 
-	resp, err := c.Do(newPayment(t, context.Background(), s, "c22"))
-	require.NoError(t, err)
-	body := readAll(t, resp)
+		resp, err := c.Do(newPayment(t, context.Background(), s, "c22"))
+		require.NoError(t, err)
+		body := readAll(t, resp)
 
-	require.Len(t, s.Effects(), 1)
-	sends := s.Sends()
-	require.Len(t, sends, 3)
-	require.Len(t, keysSent(sends), 1)
-	oneBodyHash(t, sends)
-	require.Equal(t, http.StatusConflict, sends[1].Status)
-	require.Equal(t, http.StatusCreated, resp.StatusCode)
-	require.Contains(t, body, s.Effects()[0].ID)
-	r := idem.ReportOf(resp)
-	require.Equal(t, idem.Executed, r.Outcome)
-	require.True(t, r.Replayed)
-	require.True(t, r.EarlierUnknown)
-	require.Equal(t, 3, r.Sends)
-	require.Equal(t, "retry-after", r.Attempts[1].WaitFrom)
-	require.GreaterOrEqual(t, sends[2].At.Sub(sends[1].At), time.Second)
+		require.Len(t, s.Effects(), 1)
+		sends := s.Sends()
+		require.Len(t, sends, 3)
+		require.Len(t, keysSent(sends), 1)
+		oneBodyHash(t, sends)
+		require.Equal(t, http.StatusConflict, sends[1].Status)
+		require.Equal(t, http.StatusCreated, resp.StatusCode)
+		require.Contains(t, body, s.Effects()[0].ID)
+		r := idem.ReportOf(resp)
+		require.Equal(t, idem.Executed, r.Outcome)
+		require.True(t, r.Replayed)
+		require.True(t, r.EarlierUnknown)
+		require.Equal(t, 3, r.Sends)
+		require.Equal(t, "retry-after", r.Attempts[1].WaitFrom)
+		require.GreaterOrEqual(t, sends[2].At.Sub(sends[1].At), time.Second)
+	})
 }
 
 func TestC22_InProgressWithoutRetryAfterWaitsTheThrottleBase(t *testing.T) {

@@ -38,9 +38,8 @@ type expectServer struct {
 
 func newExpectServer(t *testing.T, continueAfter time.Duration, step func(n int, s *expectedSend, c net.Conn, takeBody func()) bool) *expectServer {
 	t.Helper()
-	s := &expectServer{base: newBase(t)}
-	s.base.ExpectContinueTimeout = continueAfter
-	s.url = rawServer(t, func(conn int, c net.Conn, r *bufio.Reader) {
+	s := &expectServer{}
+	s.url, s.base = rawInMemory(t, func(conn int, c net.Conn, r *bufio.Reader) {
 		for {
 			req, err := http.ReadRequest(r)
 			if err != nil {
@@ -65,6 +64,7 @@ func newExpectServer(t *testing.T, continueAfter time.Duration, step func(n int,
 			}
 		}
 	})
+	s.base.ExpectContinueTimeout = continueAfter
 	return s
 }
 
@@ -125,50 +125,52 @@ func TestC55_417IsRepeatedOnceWithoutTheExpectation(t *testing.T) {
 		{"no attempt left", true, false, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			s := newExpectServer(t, 5*time.Second, func(n int, _ *expectedSend, conn net.Conn, takeBody func()) bool {
-				if n == 1 || c.always {
-					_, _ = io.WriteString(conn, early(http.StatusExpectationFailed, c.closes))
-					if !c.closes || n > 1 {
-						takeBody()
+			virtual(t, func(t *testing.T) {
+				s := newExpectServer(t, 5*time.Second, func(n int, _ *expectedSend, conn net.Conn, takeBody func()) bool {
+					if n == 1 || c.always {
+						_, _ = io.WriteString(conn, early(http.StatusExpectationFailed, c.closes))
+						if !c.closes || n > 1 {
+							takeBody()
+						}
+						return !c.closes
 					}
-					return !c.closes
+					takeBody()
+					return saysOK(conn)
+				})
+				start := time.Now()
+				resp, err := onWire(s.base, withAttempts(c.attempts)).RoundTrip(expecting(t, s.url))
+				require.NoError(t, err)
+				readAll(t, resp)
+				require.Zero(t, time.Since(start), "nothing is waited for")
+				sends := s.settled(t)
+				want := min(2, c.attempts)
+				require.Len(t, sends, want, "one repeat, and no more")
+				require.Equal(t, "100-continue", sends[0].header.Get("Expect"))
+				if c.closes {
+					require.Zero(t, sends[0].body)
 				}
-				takeBody()
-				return saysOK(conn)
+				r := idem.ReportOf(resp)
+				for _, send := range sends {
+					require.Equal(t, []string{r.Key}, send.header.Values("Idempotency-Key"))
+				}
+				require.Len(t, r.Attempts, want, "the repeat counts as an attempt")
+				require.Equal(t, want, r.Sends)
+				if want == 2 {
+					require.Empty(t, sends[1].header.Values("Expect"))
+					if !c.always { // a refusal may come before the body has gone out
+						require.NoError(t, sends[1].err)
+						require.Equal(t, expectedBody, sends[1].body)
+					}
+					require.Equal(t, "at-once", r.Attempts[0].WaitFrom)
+				}
+				if c.always || want == 1 {
+					require.Equal(t, http.StatusExpectationFailed, resp.StatusCode)
+					require.Equal(t, idem.Refused, r.Outcome)
+				} else {
+					require.Equal(t, http.StatusOK, resp.StatusCode)
+					require.Equal(t, idem.Executed, r.Outcome)
+				}
 			})
-			start := time.Now()
-			resp, err := onWire(s.base, withAttempts(c.attempts)).RoundTrip(expecting(t, s.url))
-			require.NoError(t, err)
-			readAll(t, resp)
-			require.Less(t, time.Since(start), 2*time.Second)
-			sends := s.settled(t)
-			want := min(2, c.attempts)
-			require.Len(t, sends, want, "one repeat, and no more")
-			require.Equal(t, "100-continue", sends[0].header.Get("Expect"))
-			if c.closes {
-				require.Zero(t, sends[0].body)
-			}
-			r := idem.ReportOf(resp)
-			for _, send := range sends {
-				require.Equal(t, []string{r.Key}, send.header.Values("Idempotency-Key"))
-			}
-			require.Len(t, r.Attempts, want, "the repeat counts as an attempt")
-			require.Equal(t, want, r.Sends)
-			if want == 2 {
-				require.Empty(t, sends[1].header.Values("Expect"))
-				if !c.always { // a refusal may come before the body has gone out
-					require.NoError(t, sends[1].err)
-					require.Equal(t, expectedBody, sends[1].body)
-				}
-				require.Equal(t, "at-once", r.Attempts[0].WaitFrom)
-			}
-			if c.always || want == 1 {
-				require.Equal(t, http.StatusExpectationFailed, resp.StatusCode)
-				require.Equal(t, idem.Refused, r.Outcome)
-			} else {
-				require.Equal(t, http.StatusOK, resp.StatusCode)
-				require.Equal(t, idem.Executed, r.Outcome)
-			}
 		})
 	}
 }
@@ -179,65 +181,68 @@ func TestC55_417IsRepeatedOnceWithoutTheExpectation(t *testing.T) {
 func TestC55_EarlyAnswerLeavesNoConnectionThatWaitsForABody(t *testing.T) {
 	for _, closes := range []bool{true, false} {
 		t.Run(fmt.Sprintf("connection closed %t", closes), func(t *testing.T) {
-			s := newExpectServer(t, 5*time.Second, func(n int, _ *expectedSend, c net.Conn, takeBody func()) bool {
-				if n == 1 {
-					_, _ = io.WriteString(c, early(http.StatusServiceUnavailable, closes))
-					if closes {
-						_ = c.(*net.TCPConn).CloseWrite()
+			virtual(t, func(t *testing.T) {
+				s := newExpectServer(t, 5*time.Second, func(n int, _ *expectedSend, c net.Conn, takeBody func()) bool {
+					if n == 1 {
+						_, _ = io.WriteString(c, early(http.StatusServiceUnavailable, closes))
+						if closes {
+							_ = c.(*memConn).CloseWrite()
+						}
+						takeBody()
+						return !closes
 					}
+					_, _ = io.WriteString(c, continueLine)
 					takeBody()
-					return !closes
-				}
-				_, _ = io.WriteString(c, continueLine)
-				takeBody()
-				return saysOK(c)
-			})
-			tr := onWire(s.base)
-			resp, err := tr.RoundTrip(expecting(t, s.url))
-			require.NoError(t, err)
-			readAll(t, resp)
-			again, err := tr.RoundTrip(expecting(t, s.url))
-			require.NoError(t, err)
-			readAll(t, again)
+					return saysOK(c)
+				})
+				tr := onWire(s.base)
+				resp, err := tr.RoundTrip(expecting(t, s.url))
+				require.NoError(t, err)
+				readAll(t, resp)
+				again, err := tr.RoundTrip(expecting(t, s.url))
+				require.NoError(t, err)
+				readAll(t, again)
 
-			sends := s.settled(t)
-			require.Len(t, sends, 3)
-			if closes {
-				require.Zero(t, sends[0].body, "the body was not wanted")
-			}
-			for i, send := range sends[1:] {
-				require.NoError(t, send.err)
-				require.Equal(t, expectedBody, send.body)
-				require.Equal(t, "100-continue", send.header.Get("Expect"), "a 503 says nothing about the expectation")
-				if send.conn == sends[0].conn {
-					require.Equal(t, expectedBody, sends[0].body, "send %d came on a connection that had its body", i+2)
+				sends := s.settled(t)
+				require.Len(t, sends, 3)
+				if closes {
+					require.Zero(t, sends[0].body, "the body was not wanted")
 				}
-			}
-			r := idem.ReportOf(resp)
-			require.Equal(t, []string{r.Key}, sends[0].header.Values("Idempotency-Key"))
-			require.Equal(t, []string{r.Key}, sends[1].header.Values("Idempotency-Key"))
-			require.Len(t, r.Attempts, 2)
-			require.Equal(t, 2, r.Sends)
-			require.Equal(t, idem.Executed, r.Outcome)
+				for i, send := range sends[1:] {
+					require.NoError(t, send.err)
+					require.Equal(t, expectedBody, send.body)
+					require.Equal(t, "100-continue", send.header.Get("Expect"), "a 503 says nothing about the expectation")
+					if send.conn == sends[0].conn {
+						require.Equal(t, expectedBody, sends[0].body, "send %d came on a connection that had its body", i+2)
+					}
+				}
+				r := idem.ReportOf(resp)
+				require.Equal(t, []string{r.Key}, sends[0].header.Values("Idempotency-Key"))
+				require.Equal(t, []string{r.Key}, sends[1].header.Values("Idempotency-Key"))
+				require.Len(t, r.Attempts, 2)
+				require.Equal(t, 2, r.Sends)
+				require.Equal(t, idem.Executed, r.Outcome)
+			})
 		})
 	}
 }
 
 func TestC55_ServerThatNeverSays100GetsTheBodyAfterTheTimeout(t *testing.T) {
-	s := newExpectServer(t, 50*time.Millisecond, func(_ int, _ *expectedSend, c net.Conn, takeBody func()) bool {
-		takeBody()
-		return saysOK(c)
+	virtual(t, func(t *testing.T) {
+		s := newExpectServer(t, 50*time.Millisecond, func(_ int, _ *expectedSend, c net.Conn, takeBody func()) bool {
+			takeBody()
+			return saysOK(c)
+		})
+		start := time.Now()
+		resp, err := onWire(s.base).RoundTrip(expecting(t, s.url))
+		took := time.Since(start)
+		require.NoError(t, err)
+		readAll(t, resp)
+		sends := s.seen()
+		require.Len(t, sends, 1)
+		require.Equal(t, expectedBody, sends[0].body)
+		require.Len(t, idem.ReportOf(resp).Attempts, 1)
+		require.Equal(t, idem.Executed, idem.OutcomeOf(resp, nil))
+		require.Equal(t, 50*time.Millisecond, took)
 	})
-	start := time.Now()
-	resp, err := onWire(s.base).RoundTrip(expecting(t, s.url))
-	took := time.Since(start)
-	require.NoError(t, err)
-	readAll(t, resp)
-	sends := s.seen()
-	require.Len(t, sends, 1)
-	require.Equal(t, expectedBody, sends[0].body)
-	require.Len(t, idem.ReportOf(resp).Attempts, 1)
-	require.Equal(t, idem.Executed, idem.OutcomeOf(resp, nil))
-	require.GreaterOrEqual(t, took, 50*time.Millisecond)
-	require.Less(t, took, 2*time.Second)
 }

@@ -26,7 +26,9 @@ type heardRequest struct {
 }
 
 // hiddenServer tells what was really sent: it hands each complete request to
-// reply, which writes to the connection what it likes; false closes it.
+// reply, which writes to the connection what it likes; false closes it. It is
+// for virtual time: by the clock of a busy machine, net/http may give up a
+// connection that a test wants to meet again.
 type hiddenServer struct {
 	url  string
 	base *http.Transport
@@ -37,8 +39,8 @@ type hiddenServer struct {
 
 func newHiddenServer(t *testing.T, reply func(r heardRequest, c net.Conn) bool) *hiddenServer {
 	t.Helper()
-	s := &hiddenServer{base: newBase(t)}
-	s.url = rawServer(t, func(conn int, c net.Conn, r *bufio.Reader) {
+	s := &hiddenServer{}
+	s.url, s.base = rawInMemory(t, func(conn int, c net.Conn, r *bufio.Reader) {
 		for n := 1; ; n++ {
 			req, err := http.ReadRequest(r)
 			if err != nil {
@@ -114,40 +116,42 @@ func TestC49_HiddenRepeatsOfNetHTTPAreSwitchedOffOrCounted(t *testing.T) {
 				{"no body", "", false},
 			} {
 				t.Run(header+", "+c.name+", MaxAttempts "+strconv.Itoa(attempts), func(t *testing.T) {
-					s := newHiddenServer(t, hangsUpOnReuse(idle))
-					s.warmUp(t, idle)
-					tr := onWire(s.base, withAttempts(attempts), withDialect(idem.Dialect{Name: "its own", Header: header}))
-					var report idem.Report
-					ctx := idem.WithReport(t.Context(), &report)
-					req := newPost(t, ctx, s.url, c.body)
-					switch {
-					case c.once:
-						req = newPostOnce(t, ctx, s.url, c.body)
-					case c.body == "":
-						req.Body, req.GetBody = nil, nil
-					}
-					resp, err := tr.RoundTrip(req)
-					if err == nil {
-						readAll(t, resp)
-					}
-					sends := s.sends()
-					for _, send := range sends {
-						require.Equal(t, []string{report.Key}, send.header.Values(header))
-						require.Equal(t, c.body, send.body)
-					}
-					require.Equal(t, len(sends), report.Sends)
-					require.LessOrEqual(t, len(report.Attempts), attempts)
-					if c.body != "" {
-						require.Len(t, sends, attempts)
-						require.Len(t, report.Attempts, attempts)
-					}
-					if last := sends[len(sends)-1]; last.conn > idle {
-						require.NoError(t, err)
-						require.Equal(t, idem.Executed, report.Outcome)
-					} else {
-						require.Error(t, err)
-						require.Equal(t, idem.Unknown, report.Outcome)
-					}
+					virtual(t, func(t *testing.T) {
+						s := newHiddenServer(t, hangsUpOnReuse(idle))
+						s.warmUp(t, idle)
+						tr := onWire(s.base, withAttempts(attempts), withDialect(idem.Dialect{Name: "its own", Header: header}))
+						var report idem.Report
+						ctx := idem.WithReport(t.Context(), &report)
+						req := newPost(t, ctx, s.url, c.body)
+						switch {
+						case c.once:
+							req = newPostOnce(t, ctx, s.url, c.body)
+						case c.body == "":
+							req.Body, req.GetBody = nil, nil
+						}
+						resp, err := tr.RoundTrip(req)
+						if err == nil {
+							readAll(t, resp)
+						}
+						sends := s.sends()
+						for _, send := range sends {
+							require.Equal(t, []string{report.Key}, send.header.Values(header))
+							require.Equal(t, c.body, send.body)
+						}
+						require.Equal(t, len(sends), report.Sends)
+						require.LessOrEqual(t, len(report.Attempts), attempts)
+						if c.body != "" {
+							require.Len(t, sends, attempts)
+							require.Len(t, report.Attempts, attempts)
+						}
+						if last := sends[len(sends)-1]; last.conn > idle {
+							require.NoError(t, err)
+							require.Equal(t, idem.Executed, report.Outcome)
+						} else {
+							require.Error(t, err)
+							require.Equal(t, idem.Unknown, report.Outcome)
+						}
+					})
 				})
 			}
 		}
@@ -166,18 +170,20 @@ func TestC49_KeyHeaderWithoutValuesDoesNotLetNetHTTPRepeatAWrite(t *testing.T) {
 			{"NoKeys", withDialect(idem.NoKeys), func(ctx context.Context) context.Context { return ctx }},
 		} {
 			t.Run(header+", "+c.name, func(t *testing.T) {
-				s := newHiddenServer(t, hangsUpOnReuse(1))
-				s.warmUp(t, 1)
-				var report idem.Report
-				req := newPost(t, c.ctx(idem.WithReport(t.Context(), &report)), s.url, `{"amount":49}`)
-				req.Header[header] = nil
-				_, err := onWire(s.base, c.edit).RoundTrip(req)
-				require.Len(t, s.sends(), 1)
-				require.Empty(t, s.sends()[0].header.Values(header))
-				require.Error(t, err)
-				require.Equal(t, 1, report.Sends)
-				require.Len(t, report.Attempts, 1)
-				require.Equal(t, idem.Unknown, report.Outcome)
+				virtual(t, func(t *testing.T) {
+					s := newHiddenServer(t, hangsUpOnReuse(1))
+					s.warmUp(t, 1)
+					var report idem.Report
+					req := newPost(t, c.ctx(idem.WithReport(t.Context(), &report)), s.url, `{"amount":49}`)
+					req.Header[header] = nil
+					_, err := onWire(s.base, c.edit).RoundTrip(req)
+					require.Len(t, s.sends(), 1)
+					require.Empty(t, s.sends()[0].header.Values(header))
+					require.Error(t, err)
+					require.Equal(t, 1, report.Sends)
+					require.Len(t, report.Attempts, 1)
+					require.Equal(t, idem.Unknown, report.Outcome)
+				})
 			})
 		}
 	}
@@ -192,17 +198,19 @@ func TestC49_BodylessWriteWithoutAKeyIsSentOnce(t *testing.T) {
 		"the other header": func(h http.Header) { h["X-Idempotency-Key"] = []string{} },
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := newHiddenServer(t, hangsUpOnReuse(1))
-			s.warmUp(t, 1)
-			var report idem.Report
-			req := newPost(t, idem.WithoutKey(idem.WithReport(t.Context(), &report)), s.url, "")
-			req.Body, req.GetBody = nil, nil
-			edit(req.Header)
-			_, err := onWire(s.base).RoundTrip(req)
-			require.Len(t, s.sends(), 1)
-			require.Error(t, err)
-			require.Equal(t, 1, report.Sends)
-			require.Equal(t, idem.Unknown, report.Outcome)
+			virtual(t, func(t *testing.T) {
+				s := newHiddenServer(t, hangsUpOnReuse(1))
+				s.warmUp(t, 1)
+				var report idem.Report
+				req := newPost(t, idem.WithoutKey(idem.WithReport(t.Context(), &report)), s.url, "")
+				req.Body, req.GetBody = nil, nil
+				edit(req.Header)
+				_, err := onWire(s.base).RoundTrip(req)
+				require.Len(t, s.sends(), 1)
+				require.Error(t, err)
+				require.Equal(t, 1, report.Sends)
+				require.Equal(t, idem.Unknown, report.Outcome)
+			})
 		})
 	}
 }
@@ -211,39 +219,41 @@ func TestC56_408OnAWarmConnectionIsRepeatedOnANewOne(t *testing.T) {
 	const timeout = "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 	for _, always := range []bool{false, true} {
 		t.Run("always "+strconv.FormatBool(always), func(t *testing.T) {
-			s := newHiddenServer(t, func(r heardRequest, c net.Conn) bool {
-				if always && r.body != "" || r.conn == 1 && r.n > 1 {
-					_, _ = io.WriteString(c, timeout)
-					return false
+			virtual(t, func(t *testing.T) {
+				s := newHiddenServer(t, func(r heardRequest, c net.Conn) bool {
+					if always && r.body != "" || r.conn == 1 && r.n > 1 {
+						_, _ = io.WriteString(c, timeout)
+						return false
+					}
+					return saysOK(c)
+				})
+				s.warmUp(t, 1)
+				tr := onWire(s.base)
+				resp, err := tr.RoundTrip(newPost(t, t.Context(), s.url, `{"amount":56}`))
+				require.NoError(t, err)
+				readAll(t, resp)
+				sends := s.sends()
+				r := idem.ReportOf(resp)
+				require.Equal(t, len(sends), len(r.Attempts))
+				require.Equal(t, len(sends), r.Sends)
+				conns := map[int]bool{}
+				for _, send := range sends {
+					conns[send.conn] = true
+					require.Equal(t, []string{r.Key}, send.header.Values("Idempotency-Key"))
+					require.Equal(t, `{"amount":56}`, send.body)
 				}
-				return saysOK(c)
+				require.Len(t, conns, len(sends))
+				if always {
+					require.Len(t, sends, 4)
+					require.Equal(t, http.StatusRequestTimeout, resp.StatusCode)
+					require.ErrorIs(t, r.Reason, idem.ErrAttemptsExhausted)
+					require.Equal(t, idem.Unknown, r.Outcome)
+				} else {
+					require.Len(t, sends, 2)
+					require.Equal(t, http.StatusOK, resp.StatusCode)
+					require.Equal(t, idem.Executed, r.Outcome)
+				}
 			})
-			s.warmUp(t, 1)
-			tr := onWire(s.base)
-			resp, err := tr.RoundTrip(newPost(t, t.Context(), s.url, `{"amount":56}`))
-			require.NoError(t, err)
-			readAll(t, resp)
-			sends := s.sends()
-			r := idem.ReportOf(resp)
-			require.Equal(t, len(sends), len(r.Attempts))
-			require.Equal(t, len(sends), r.Sends)
-			conns := map[int]bool{}
-			for _, send := range sends {
-				conns[send.conn] = true
-				require.Equal(t, []string{r.Key}, send.header.Values("Idempotency-Key"))
-				require.Equal(t, `{"amount":56}`, send.body)
-			}
-			require.Len(t, conns, len(sends))
-			if always {
-				require.Len(t, sends, 4)
-				require.Equal(t, http.StatusRequestTimeout, resp.StatusCode)
-				require.ErrorIs(t, r.Reason, idem.ErrAttemptsExhausted)
-				require.Equal(t, idem.Unknown, r.Outcome)
-			} else {
-				require.Len(t, sends, 2)
-				require.Equal(t, http.StatusOK, resp.StatusCode)
-				require.Equal(t, idem.Executed, r.Outcome)
-			}
 		})
 	}
 }
@@ -251,77 +261,80 @@ func TestC56_408OnAWarmConnectionIsRepeatedOnANewOne(t *testing.T) {
 // The 408 that a server sends to an idle connection before it closes it is no
 // answer to the request that crosses it.
 func TestC56_408SentToAnIdleConnectionIsNoAnswer(t *testing.T) {
-	closed := make(chan struct{})
-	s := newHiddenServer(t, func(r heardRequest, c net.Conn) bool {
-		if r.conn > 1 {
-			return saysOK(c)
-		}
-		saysOK(c)
-		time.Sleep(20 * time.Millisecond)
-		_, _ = io.WriteString(c, "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
-		close(closed)
-		return false
+	virtual(t, func(t *testing.T) {
+		closed := make(chan struct{})
+		s := newHiddenServer(t, func(r heardRequest, c net.Conn) bool {
+			if r.conn > 1 {
+				return saysOK(c)
+			}
+			saysOK(c)
+			time.Sleep(20 * time.Millisecond)
+			_, _ = io.WriteString(c, "HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+			close(closed)
+			return false
+		})
+		s.warmUp(t, 1)
+		<-closed // the client may or may not have noticed
+		resp, err := onWire(s.base).RoundTrip(newPost(t, t.Context(), s.url, `{"amount":56}`))
+		require.NoError(t, err)
+		readAll(t, resp)
+		require.Len(t, s.sends(), 1)
+		require.Equal(t, http.StatusOK, resp.StatusCode)
+		require.Equal(t, idem.Executed, idem.OutcomeOf(resp, nil))
+		require.LessOrEqual(t, len(idem.ReportOf(resp).Attempts), 2)
 	})
-	s.warmUp(t, 1)
-	<-closed // the client may or may not have noticed
-	resp, err := onWire(s.base).RoundTrip(newPost(t, t.Context(), s.url, `{"amount":56}`))
-	require.NoError(t, err)
-	readAll(t, resp)
-	require.Len(t, s.sends(), 1)
-	require.Equal(t, http.StatusOK, resp.StatusCode)
-	require.Equal(t, idem.Executed, idem.OutcomeOf(resp, nil))
-	require.LessOrEqual(t, len(idem.ReportOf(resp).Attempts), 2)
 }
 
 func TestC56_ConnectionClosedAtTheMomentOfTheWriteIsRetried(t *testing.T) {
 	for name, half := range map[string]bool{"after the request": false, "within the request": true} {
 		t.Run(name, func(t *testing.T) {
-			var whole atomic.Int32
-			var keys sync.Map
-			url := rawServer(t, func(conn int, c net.Conn, r *bufio.Reader) {
-				for n := 1; ; n++ {
-					req, err := http.ReadRequest(r)
-					if err != nil {
-						return
+			virtual(t, func(t *testing.T) {
+				var whole atomic.Int32
+				var keys sync.Map
+				url, base := rawInMemory(t, func(conn int, c net.Conn, r *bufio.Reader) {
+					for n := 1; ; n++ {
+						req, err := http.ReadRequest(r)
+						if err != nil {
+							return
+						}
+						if req.Method != http.MethodGet {
+							keys.Store(req.Header.Get("Idempotency-Key"), true)
+						}
+						if conn == 1 && n > 1 && half {
+							return
+						}
+						if _, err := io.Copy(io.Discard, req.Body); err != nil {
+							return
+						}
+						if conn == 1 && n > 1 {
+							return
+						}
+						if req.Method != http.MethodGet {
+							whole.Add(1)
+						}
+						if !saysOK(c) {
+							return
+						}
 					}
-					if req.Method != http.MethodGet {
-						keys.Store(req.Header.Get("Idempotency-Key"), true)
-					}
-					if conn == 1 && n > 1 && half {
-						return // with bytes unread, this is a reset
-					}
-					if _, err := io.Copy(io.Discard, req.Body); err != nil {
-						return
-					}
-					if conn == 1 && n > 1 {
-						return
-					}
-					if req.Method != http.MethodGet {
-						whole.Add(1)
-					}
-					if !saysOK(c) {
-						return
-					}
-				}
+				})
+				(&hiddenServer{url: url, base: base}).warmUp(t, 1)
+				body := `{"amount":56,"memo":"` + strings.Repeat("x", 1<<20) + `"}`
+				start := time.Now()
+				resp, err := onWire(base).RoundTrip(newPost(t, t.Context(), url, body))
+				require.NoError(t, err)
+				readAll(t, resp)
+				require.EqualValues(t, 1, whole.Load())
+				r := idem.ReportOf(resp)
+				n := 0
+				keys.Range(func(key, _ any) bool { n++; require.Equal(t, r.Key, key); return true })
+				require.Equal(t, 1, n)
+				require.Len(t, r.Attempts, 2)
+				require.Equal(t, "at-once", r.Attempts[0].WaitFrom)
+				require.True(t, r.Attempts[0].Reused)
+				require.Equal(t, 2, r.Sends)
+				require.Equal(t, idem.Executed, r.Outcome)
+				require.Less(t, time.Since(start), 2*time.Second)
 			})
-			base := newBase(t)
-			(&hiddenServer{url: url, base: base}).warmUp(t, 1)
-			body := `{"amount":56,"memo":"` + strings.Repeat("x", 1<<20) + `"}`
-			start := time.Now()
-			resp, err := onWire(base).RoundTrip(newPost(t, t.Context(), url, body))
-			require.NoError(t, err)
-			readAll(t, resp)
-			require.EqualValues(t, 1, whole.Load())
-			r := idem.ReportOf(resp)
-			n := 0
-			keys.Range(func(key, _ any) bool { n++; require.Equal(t, r.Key, key); return true })
-			require.Equal(t, 1, n)
-			require.Len(t, r.Attempts, 2)
-			require.Equal(t, "at-once", r.Attempts[0].WaitFrom)
-			require.True(t, r.Attempts[0].Reused)
-			require.Equal(t, 2, r.Sends)
-			require.Equal(t, idem.Executed, r.Outcome)
-			require.Less(t, time.Since(start), 2*time.Second)
 		})
 	}
 }

@@ -54,8 +54,8 @@ type h2Conn struct {
 	silent bool // nothing is written any more, not even an acknowledgement
 }
 
-// h2Server speaks HTTP/2 by hand on a real socket, without TLS. serve gets
-// each connection after the preface; it is closed when serve returns.
+// h2Server speaks HTTP/2 by hand in virtual time, without TLS. serve gets each
+// connection after the preface; it is closed when serve returns.
 type h2Server struct {
 	url  string
 	base *http.Transport
@@ -66,10 +66,8 @@ type h2Server struct {
 
 func newH2Server(t *testing.T, serve func(s *h2Server, c *h2Conn)) *h2Server {
 	t.Helper()
-	s := &h2Server{base: newBase(t)}
-	s.base.Protocols = new(http.Protocols)
-	s.base.Protocols.SetUnencryptedHTTP2(true)
-	s.url = rawServer(t, func(n int, c net.Conn, r *bufio.Reader) {
+	s := &h2Server{}
+	s.url, s.base = rawInMemory(t, func(n int, c net.Conn, r *bufio.Reader) {
 		preface := make([]byte, len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
 		if _, err := io.ReadFull(r, preface); err != nil {
 			return
@@ -80,6 +78,8 @@ func newH2Server(t *testing.T, serve func(s *h2Server, c *h2Conn)) *h2Server {
 		conn.frame(frameSettings, 0, 0, []byte{0, 1, 0, 0, 0, 0})
 		serve(s, conn)
 	})
+	s.base.Protocols = new(http.Protocols)
+	s.base.Protocols.SetUnencryptedHTTP2(true)
 	return s
 }
 
@@ -236,41 +236,43 @@ func TestC51_GoawayIsRetriedWithTheWholeBody(t *testing.T) {
 	const body = `{"amount":1999,"reference":"order-51"}`
 	for _, reused := range []bool{false, true} {
 		t.Run(fmt.Sprintf("reused connection %t", reused), func(t *testing.T) {
-			s := newH2Server(t, func(s *h2Server, c *h2Conn) {
-				if c.n > 1 {
-					s.answersAll(c)
-					return
-				}
-				if reused {
-					r, err := s.next(c, true)
-					if err != nil {
+			virtual(t, func(t *testing.T) {
+				s := newH2Server(t, func(s *h2Server, c *h2Conn) {
+					if c.n > 1 {
+						s.answersAll(c)
 						return
 					}
-					c.answer(r.stream, http.StatusOK, `{}`)
+					if reused {
+						r, err := s.next(c, true)
+						if err != nil {
+							return
+						}
+						c.answer(r.stream, http.StatusOK, `{}`)
+					}
+					if _, err := s.next(c, false); err == nil {
+						c.goAway(0)
+					}
+				})
+				tr := s.through()
+				warm := 0
+				if reused {
+					warm = 1
+					s.warmUp(t, tr)
 				}
-				if _, err := s.next(c, false); err == nil {
-					c.goAway(0)
-				}
+				resp, err := tr.RoundTrip(newPostOnce(t, t.Context(), s.url, body))
+				require.NoError(t, err)
+				readAll(t, resp)
+				sends := s.sends()[warm:]
+				require.Len(t, sends, 2)
+				require.Equal(t, body, string(sends[1].body))
+				require.NotEqual(t, sends[0].conn, sends[1].conn)
+				r := idem.ReportOf(resp)
+				requireKeyInBlocks(t, r.Key, sends)
+				require.Len(t, r.Attempts, 2)
+				require.Equal(t, 2, r.Sends)
+				require.Equal(t, reused, r.Attempts[0].Reused)
+				require.Equal(t, idem.Executed, r.Outcome)
 			})
-			tr := s.through()
-			warm := 0
-			if reused {
-				warm = 1
-				s.warmUp(t, tr)
-			}
-			resp, err := tr.RoundTrip(newPostOnce(t, t.Context(), s.url, body))
-			require.NoError(t, err)
-			readAll(t, resp)
-			sends := s.sends()[warm:]
-			require.Len(t, sends, 2)
-			require.Equal(t, body, string(sends[1].body))
-			require.NotEqual(t, sends[0].conn, sends[1].conn)
-			r := idem.ReportOf(resp)
-			requireKeyInBlocks(t, r.Key, sends)
-			require.Len(t, r.Attempts, 2)
-			require.Equal(t, 2, r.Sends)
-			require.Equal(t, reused, r.Attempts[0].Reused)
-			require.Equal(t, idem.Executed, r.Outcome)
 		})
 	}
 }
@@ -286,23 +288,25 @@ func TestC12_SameKeyAfterGoaway(t *testing.T) {
 		},
 	} {
 		t.Run(from, func(t *testing.T) {
-			s := newH2Server(t, func(s *h2Server, c *h2Conn) {
-				if c.n > 1 {
-					s.answersAll(c)
-				} else if _, err := s.next(c, true); err == nil {
-					c.goAway(0)
-				}
+			virtual(t, func(t *testing.T) {
+				s := newH2Server(t, func(s *h2Server, c *h2Conn) {
+					if c.n > 1 {
+						s.answersAll(c)
+					} else if _, err := s.next(c, true); err == nil {
+						c.goAway(0)
+					}
+				})
+				resp, err := s.through().RoundTrip(key(newPost(t, t.Context(), s.url, `{"amount":12}`)))
+				require.NoError(t, err)
+				readAll(t, resp)
+				require.Len(t, s.sends(), 2)
+				require.Equal(t, s.sends()[0].body, s.sends()[1].body)
+				r := idem.ReportOf(resp)
+				requireKeyInBlocks(t, r.Key, s.sends())
+				require.Len(t, r.Attempts, 2)
+				require.Equal(t, from, r.KeyFrom)
+				require.Equal(t, idem.Executed, r.Outcome)
 			})
-			resp, err := s.through().RoundTrip(key(newPost(t, t.Context(), s.url, `{"amount":12}`)))
-			require.NoError(t, err)
-			readAll(t, resp)
-			require.Len(t, s.sends(), 2)
-			require.Equal(t, s.sends()[0].body, s.sends()[1].body)
-			r := idem.ReportOf(resp)
-			requireKeyInBlocks(t, r.Key, s.sends())
-			require.Len(t, r.Attempts, 2)
-			require.Equal(t, from, r.KeyFrom)
-			require.Equal(t, idem.Executed, r.Outcome)
 		})
 	}
 }
@@ -323,40 +327,42 @@ func TestGoawayBelowAtAndAboveTheStream(t *testing.T) {
 		{"above, then the answer", 1<<31 - 1, true, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			s := newH2Server(t, func(s *h2Server, conn *h2Conn) {
-				if conn.n > 1 {
-					s.answersAll(conn)
-					return
+			virtual(t, func(t *testing.T) {
+				s := newH2Server(t, func(s *h2Server, conn *h2Conn) {
+					if conn.n > 1 {
+						s.answersAll(conn)
+						return
+					}
+					r, err := s.next(conn, true)
+					if err != nil {
+						return
+					}
+					conn.goAway(c.last)
+					if c.answered {
+						conn.answer(r.stream, http.StatusOK, `{}`)
+						s.keepsOpen(conn)
+					}
+				})
+				tr := s.through()
+				resp, err := tr.RoundTrip(newPost(t, t.Context(), s.url, `{"amount":1}`))
+				require.NoError(t, err)
+				readAll(t, resp)
+				require.Len(t, s.sends(), c.attempts)
+				r := idem.ReportOf(resp)
+				requireKeyInBlocks(t, r.Key, s.sends())
+				require.Len(t, r.Attempts, c.attempts)
+				require.Equal(t, c.attempts, r.Sends)
+				if c.attempts == 2 {
+					require.Equal(t, idem.Unknown, r.Attempts[0].Outcome, "a connection was there: no proof is read out of the text of an error")
 				}
-				r, err := s.next(conn, true)
-				if err != nil {
-					return
-				}
-				conn.goAway(c.last)
-				if c.answered {
-					conn.answer(r.stream, http.StatusOK, `{}`)
-					s.keepsOpen(conn)
-				}
-			})
-			tr := s.through()
-			resp, err := tr.RoundTrip(newPost(t, t.Context(), s.url, `{"amount":1}`))
-			require.NoError(t, err)
-			readAll(t, resp)
-			require.Len(t, s.sends(), c.attempts)
-			r := idem.ReportOf(resp)
-			requireKeyInBlocks(t, r.Key, s.sends())
-			require.Len(t, r.Attempts, c.attempts)
-			require.Equal(t, c.attempts, r.Sends)
-			if c.attempts == 2 {
-				require.Equal(t, idem.Unknown, r.Attempts[0].Outcome, "a connection was there: no proof is read out of the text of an error")
-			}
-			require.Equal(t, idem.Executed, r.Outcome)
+				require.Equal(t, idem.Executed, r.Outcome)
 
-			resp, err = tr.RoundTrip(newPost(t, t.Context(), s.url, `{"amount":2}`))
-			require.NoError(t, err)
-			readAll(t, resp)
-			require.NotEqual(t, 1, s.sends()[c.attempts].conn, "a connection that goes away takes no further operation")
-			require.Len(t, idem.ReportOf(resp).Attempts, 1)
+				resp, err = tr.RoundTrip(newPost(t, t.Context(), s.url, `{"amount":2}`))
+				require.NoError(t, err)
+				readAll(t, resp)
+				require.NotEqual(t, 1, s.sends()[c.attempts].conn, "a connection that goes away takes no further operation")
+				require.Len(t, idem.ReportOf(resp).Attempts, 1)
+			})
 		})
 	}
 }
@@ -364,32 +370,35 @@ func TestGoawayBelowAtAndAboveTheStream(t *testing.T) {
 func TestAlwaysGoawayEndsWithTheAttempts(t *testing.T) {
 	for _, body := range []string{`{"amount":1}`, ""} {
 		t.Run(fmt.Sprintf("body %q", body), func(t *testing.T) {
-			s := newH2Server(t, func(s *h2Server, c *h2Conn) {
-				if _, err := s.next(c, true); err == nil {
-					c.goAway(0)
+			virtual(t, func(t *testing.T) {
+				s := newH2Server(t, func(s *h2Server, c *h2Conn) {
+					if _, err := s.next(c, true); err == nil {
+						time.Sleep(10 * time.Millisecond) // so that the attempt comes to its end
+						c.goAway(0)
+					}
+				})
+				tr := s.through(withAttempts(2), func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 100 * time.Millisecond })
+				start := time.Now()
+				req := newPost(t, t.Context(), s.url, body)
+				if body == "" {
+					req.Body, req.GetBody = nil, nil
 				}
+				_, err := tr.RoundTrip(req)
+				e := requireError(t, err, idem.ErrAttemptsExhausted)
+				require.Less(t, time.Since(start), 3*time.Second)
+				require.Len(t, e.Attempts, 2)
+				require.Equal(t, idem.Unknown, e.Outcome)
+				if body != "" {
+					require.Equal(t, 2, e.Sends)
+					require.Len(t, s.sends(), 2)
+				} else {
+					// net/http goes on by itself until the attempt ends; what was
+					// under way then may not have arrived.
+					require.GreaterOrEqual(t, e.Sends, len(s.sends()))
+					require.LessOrEqual(t, e.Sends, len(s.sends())+len(e.Attempts))
+				}
+				requireKeyInBlocks(t, e.Key, s.sends())
 			})
-			tr := s.through(withAttempts(2), func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 100 * time.Millisecond })
-			start := time.Now()
-			req := newPost(t, t.Context(), s.url, body)
-			if body == "" {
-				req.Body, req.GetBody = nil, nil
-			}
-			_, err := tr.RoundTrip(req)
-			e := requireError(t, err, idem.ErrAttemptsExhausted)
-			require.Less(t, time.Since(start), 3*time.Second)
-			require.Len(t, e.Attempts, 2)
-			require.Equal(t, idem.Unknown, e.Outcome)
-			if body != "" {
-				require.Equal(t, 2, e.Sends)
-				require.Len(t, s.sends(), 2)
-			} else {
-				// net/http goes on by itself until the attempt ends; what was
-				// under way then may not have arrived.
-				require.GreaterOrEqual(t, e.Sends, len(s.sends()))
-				require.LessOrEqual(t, e.Sends, len(s.sends())+len(e.Attempts))
-			}
-			requireKeyInBlocks(t, e.Key, s.sends())
 		})
 	}
 }
@@ -407,50 +416,53 @@ func TestRefusedStreamStaysWithinTheAttempts(t *testing.T) {
 		{"without a body, always", "", 0, 3},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			s := newH2Server(t, func(s *h2Server, conn *h2Conn) {
-				for {
-					r, err := s.next(conn, true)
-					switch {
-					case err != nil:
-						return
-					case c.refusals == 0 || len(s.sends()) <= c.refusals:
-						conn.reset(r.stream, codeRefused)
-					default:
-						conn.answer(r.stream, http.StatusOK, `{}`)
+			virtual(t, func(t *testing.T) {
+				s := newH2Server(t, func(s *h2Server, conn *h2Conn) {
+					for {
+						r, err := s.next(conn, true)
+						switch {
+						case err != nil:
+							return
+						case c.refusals == 0 || len(s.sends()) <= c.refusals:
+							time.Sleep(10 * time.Millisecond) // so that the attempt comes to its end
+							conn.reset(r.stream, codeRefused)
+						default:
+							conn.answer(r.stream, http.StatusOK, `{}`)
+						}
 					}
+				})
+				tr := s.through(withAttempts(3), func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 200 * time.Millisecond })
+				var report idem.Report
+				req := newPost(t, idem.WithReport(t.Context(), &report), s.url, c.body)
+				if c.body == "" {
+					req.Body, req.GetBody = nil, nil
+				}
+				start := time.Now()
+				resp, err := tr.RoundTrip(req)
+				require.Less(t, time.Since(start), 3*time.Second)
+				if c.refusals == 0 {
+					requireError(t, err, idem.ErrAttemptsExhausted)
+					require.Equal(t, idem.Unknown, report.Outcome)
+				} else {
+					require.NoError(t, err)
+					readAll(t, resp)
+					require.Equal(t, idem.Executed, report.Outcome)
+				}
+				require.Len(t, report.Attempts, c.attempts)
+				if c.body != "" {
+					require.Len(t, s.sends(), c.attempts, "a send for each attempt")
+					require.Equal(t, c.attempts, report.Sends)
+				} else {
+					// net/http repeats it by itself; the last one of an attempt may
+					// have been given up on its way.
+					require.GreaterOrEqual(t, report.Sends, len(s.sends()))
+					require.LessOrEqual(t, report.Sends, len(s.sends())+c.attempts-1)
+				}
+				requireKeyInBlocks(t, report.Key, s.sends())
+				for _, send := range s.sends() {
+					require.Equal(t, c.body, string(send.body))
 				}
 			})
-			tr := s.through(withAttempts(3), func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 200 * time.Millisecond })
-			var report idem.Report
-			req := newPost(t, idem.WithReport(t.Context(), &report), s.url, c.body)
-			if c.body == "" {
-				req.Body, req.GetBody = nil, nil
-			}
-			start := time.Now()
-			resp, err := tr.RoundTrip(req)
-			require.Less(t, time.Since(start), 3*time.Second)
-			if c.refusals == 0 {
-				requireError(t, err, idem.ErrAttemptsExhausted)
-				require.Equal(t, idem.Unknown, report.Outcome)
-			} else {
-				require.NoError(t, err)
-				readAll(t, resp)
-				require.Equal(t, idem.Executed, report.Outcome)
-			}
-			require.Len(t, report.Attempts, c.attempts)
-			if c.body != "" {
-				require.Len(t, s.sends(), c.attempts, "a send for each attempt")
-				require.Equal(t, c.attempts, report.Sends)
-			} else {
-				// net/http repeats it by itself; the last one of an attempt may
-				// have been given up on its way.
-				require.GreaterOrEqual(t, report.Sends, len(s.sends()))
-				require.LessOrEqual(t, report.Sends, len(s.sends())+c.attempts-1)
-			}
-			requireKeyInBlocks(t, report.Key, s.sends())
-			for _, send := range s.sends() {
-				require.Equal(t, c.body, string(send.body))
-			}
 		})
 	}
 }
@@ -459,137 +471,145 @@ func TestStreamResetAfterTheEffectIsAskedAgain(t *testing.T) {
 	for _, code := range []uint32{codeNone, codeInternal, codeCancel} {
 		for _, headers := range []bool{false, true} {
 			t.Run(fmt.Sprintf("code %d, headers sent %t", code, headers), func(t *testing.T) {
-				s := newH2Server(t, func(s *h2Server, c *h2Conn) {
-					for {
-						r, err := s.next(c, true)
-						switch {
-						case err != nil:
-							return
-						case len(s.sends()) > 1:
-							c.answer(r.stream, http.StatusOK, `{"id":"pay_1"}`, "idempotent-replay", "true")
-						default:
-							if headers {
-								c.frame(frameHeaders, flagEndHeaders, r.stream,
-									append([]byte{0x88, 0, 12}, "content-type\x10application/json"...))
-								c.frame(frameData, 0, r.stream, []byte(`{"id":`))
+				virtual(t, func(t *testing.T) {
+					s := newH2Server(t, func(s *h2Server, c *h2Conn) {
+						for {
+							r, err := s.next(c, true)
+							switch {
+							case err != nil:
+								return
+							case len(s.sends()) > 1:
+								c.answer(r.stream, http.StatusOK, `{"id":"pay_1"}`, "idempotent-replay", "true")
+							default:
+								if headers {
+									c.frame(frameHeaders, flagEndHeaders, r.stream,
+										append([]byte{0x88, 0, 12}, "content-type\x10application/json"...))
+									c.frame(frameData, 0, r.stream, []byte(`{"id":`))
+								}
+								c.reset(r.stream, code)
 							}
-							c.reset(r.stream, code)
 						}
-					}
+					})
+					resp, err := s.through().RoundTrip(newPost(t, t.Context(), s.url, `{"amount":1}`))
+					require.NoError(t, err)
+					require.JSONEq(t, `{"id":"pay_1"}`, readAll(t, resp))
+					require.Len(t, s.sends(), 2)
+					r := idem.ReportOf(resp)
+					requireKeyInBlocks(t, r.Key, s.sends())
+					require.Len(t, r.Attempts, 2)
+					require.Equal(t, idem.Unknown, r.Attempts[0].Outcome)
+					require.Equal(t, idem.Executed, r.Outcome)
+					require.True(t, r.Replayed)
 				})
-				resp, err := s.through().RoundTrip(newPost(t, t.Context(), s.url, `{"amount":1}`))
-				require.NoError(t, err)
-				require.JSONEq(t, `{"id":"pay_1"}`, readAll(t, resp))
-				require.Len(t, s.sends(), 2)
-				r := idem.ReportOf(resp)
-				requireKeyInBlocks(t, r.Key, s.sends())
-				require.Len(t, r.Attempts, 2)
-				require.Equal(t, idem.Unknown, r.Attempts[0].Outcome)
-				require.Equal(t, idem.Executed, r.Outcome)
-				require.True(t, r.Replayed)
 			})
 		}
 	}
 }
 
 func TestC52_DeadConnectionIsLeft(t *testing.T) {
-	s := newH2Server(t, func(s *h2Server, c *h2Conn) {
-		if c.n > 1 {
+	virtual(t, func(t *testing.T) {
+		s := newH2Server(t, func(s *h2Server, c *h2Conn) {
+			if c.n > 1 {
+				s.answersAll(c)
+				return
+			}
+			r, err := s.next(c, true)
+			if err != nil {
+				return
+			}
+			c.answer(r.stream, http.StatusOK, `{}`)
+			c.silent = true
 			s.answersAll(c)
-			return
+		})
+		tr := s.through(func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 100 * time.Millisecond })
+		s.warmUp(t, tr)
+		for range 2 { // the dead connection is still in the pool
+			before := len(s.sends())
+			start := time.Now()
+			resp, err := tr.RoundTrip(newPost(t, t.Context(), s.url, `{"amount":52}`))
+			require.NoError(t, err)
+			readAll(t, resp)
+			require.Less(t, time.Since(start), time.Second)
+			sends := s.sends()[before:]
+			require.Len(t, sends, 2)
+			require.Equal(t, 1, sends[0].conn)
+			require.Greater(t, sends[1].conn, 1)
+			r := idem.ReportOf(resp)
+			requireKeyInBlocks(t, r.Key, sends)
+			require.Len(t, r.Attempts, 2)
+			require.True(t, r.Attempts[0].Reused)
+			require.ErrorIs(t, r.Attempts[0].Err, context.DeadlineExceeded)
+			require.Equal(t, idem.Executed, r.Outcome)
 		}
-		r, err := s.next(c, true)
-		if err != nil {
-			return
-		}
-		c.answer(r.stream, http.StatusOK, `{}`)
-		c.silent = true
-		s.answersAll(c)
 	})
-	tr := s.through(func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 100 * time.Millisecond })
-	s.warmUp(t, tr)
-	for range 2 { // the dead connection is still in the pool
-		before := len(s.sends())
-		start := time.Now()
-		resp, err := tr.RoundTrip(newPost(t, t.Context(), s.url, `{"amount":52}`))
-		require.NoError(t, err)
-		readAll(t, resp)
-		require.Less(t, time.Since(start), time.Second)
-		sends := s.sends()[before:]
-		require.Len(t, sends, 2)
-		require.Equal(t, 1, sends[0].conn)
-		require.Greater(t, sends[1].conn, 1)
-		r := idem.ReportOf(resp)
-		requireKeyInBlocks(t, r.Key, sends)
-		require.Len(t, r.Attempts, 2)
-		require.True(t, r.Attempts[0].Reused)
-		require.ErrorIs(t, r.Attempts[0].Err, context.DeadlineExceeded)
-		require.Equal(t, idem.Executed, r.Outcome)
-	}
 }
 
 // The pool still has the dead connection after an attempt beside it: a 503
 // there is no reason to go back.
 func TestDeadConnectionIsNotMetAgainWithinTheOperation(t *testing.T) {
-	s := newH2Server(t, func(s *h2Server, c *h2Conn) {
-		for {
-			r, err := s.next(c, true)
-			switch {
-			case err != nil:
-				return
-			case c.n == 2:
-				c.answer(r.stream, http.StatusServiceUnavailable, `{}`)
-			default:
-				c.answer(r.stream, http.StatusOK, `{}`)
-				c.silent = c.n == 1
+	virtual(t, func(t *testing.T) {
+		s := newH2Server(t, func(s *h2Server, c *h2Conn) {
+			for {
+				r, err := s.next(c, true)
+				switch {
+				case err != nil:
+					return
+				case c.n == 2:
+					c.answer(r.stream, http.StatusServiceUnavailable, `{}`)
+				default:
+					c.answer(r.stream, http.StatusOK, `{}`)
+					c.silent = c.n == 1
+				}
 			}
+		})
+		tr := s.through(func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 100 * time.Millisecond })
+		s.warmUp(t, tr)
+		resp, err := tr.RoundTrip(newPost(t, t.Context(), s.url, `{"amount":52}`))
+		require.NoError(t, err)
+		readAll(t, resp)
+		var conns []int
+		for _, send := range s.sends()[1:] {
+			conns = append(conns, send.conn)
 		}
+		require.Equal(t, []int{1, 2, 3}, conns)
+		require.Len(t, idem.ReportOf(resp).Attempts, 3)
 	})
-	tr := s.through(func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 100 * time.Millisecond })
-	s.warmUp(t, tr)
-	resp, err := tr.RoundTrip(newPost(t, t.Context(), s.url, `{"amount":52}`))
-	require.NoError(t, err)
-	readAll(t, resp)
-	var conns []int
-	for _, send := range s.sends()[1:] {
-		conns = append(conns, send.conn)
-	}
-	require.Equal(t, []int{1, 2, 3}, conns)
-	require.Len(t, idem.ReportOf(resp).Attempts, 3)
 }
 
 func TestMisdirectedOverHTTP2GoesToAnotherConnection(t *testing.T) {
-	s := newH2Server(t, func(s *h2Server, c *h2Conn) {
-		for {
-			r, err := s.next(c, true)
-			switch {
-			case err != nil:
-				return
-			case c.n == 1:
-				c.answer(r.stream, http.StatusMisdirectedRequest, `{}`)
-			default:
-				c.answer(r.stream, http.StatusOK, `{}`)
+	virtual(t, func(t *testing.T) {
+		s := newH2Server(t, func(s *h2Server, c *h2Conn) {
+			for {
+				r, err := s.next(c, true)
+				switch {
+				case err != nil:
+					return
+				case c.n == 1:
+					c.answer(r.stream, http.StatusMisdirectedRequest, `{}`)
+				default:
+					c.answer(r.stream, http.StatusOK, `{}`)
+				}
 			}
+		})
+		for _, body := range []string{`{"amount":1}`, ""} {
+			before := len(s.sends())
+			req := newPost(t, t.Context(), s.url, body)
+			resp, err := s.through().RoundTrip(req)
+			require.NoError(t, err)
+			readAll(t, resp)
+			sends := s.sends()[before:]
+			require.Len(t, sends, 2)
+			require.Equal(t, 1, sends[0].conn)
+			require.Greater(t, sends[1].conn, 1)
+			r := idem.ReportOf(resp)
+			requireKeyInBlocks(t, r.Key, sends)
+			require.Equal(t, []int{421, 200}, []int{r.Attempts[0].Status, r.Attempts[1].Status})
+			require.Equal(t, idem.Executed, r.Outcome)
 		}
 	})
-	for _, body := range []string{`{"amount":1}`, ""} {
-		before := len(s.sends())
-		req := newPost(t, t.Context(), s.url, body)
-		resp, err := s.through().RoundTrip(req)
-		require.NoError(t, err)
-		readAll(t, resp)
-		sends := s.sends()[before:]
-		require.Len(t, sends, 2)
-		require.Equal(t, 1, sends[0].conn)
-		require.Greater(t, sends[1].conn, 1)
-		r := idem.ReportOf(resp)
-		requireKeyInBlocks(t, r.Key, sends)
-		require.Equal(t, []int{421, 200}, []int{r.Attempts[0].Status, r.Attempts[1].Status})
-		require.Equal(t, idem.Executed, r.Outcome)
-	}
 }
 
-// http2Front is a TLS front of s that speaks HTTP/2, on a real socket. A
+// http2Front is a TLS front of s that speaks HTTP/2, in virtual time. A
 // connection that dies behind it resets the stream in front of it.
 type http2Front struct {
 	url  string
@@ -617,10 +637,14 @@ func newHTTP2Front(t *testing.T, s *fakeserver.Server) *http2Front {
 		f.mu.Unlock()
 		behind.ServeHTTP(w, r)
 	}))
+	l := newMemListener()
+	require.NoError(t, server.Listener.Close())
+	server.Listener = l
 	server.EnableHTTP2 = true
 	server.StartTLS()
 	f.url = server.URL
 	f.base = server.Client().Transport.(*http.Transport)
+	f.base.DialContext = l.dial
 	t.Cleanup(func() {
 		f.base.CloseIdleConnections()
 		s.Close() // what hangs behind
@@ -630,7 +654,7 @@ func newHTTP2Front(t *testing.T, s *fakeserver.Server) *http2Front {
 	return f
 }
 
-// The faults that matter, over real HTTP/2 and TLS: one hits the first attempt.
+// The faults that matter, over the HTTP/2 and TLS of net/http: one hits the first attempt.
 func TestFaultsOverHTTP2(t *testing.T) {
 	const (
 		before = fakeserver.BeforeEffect
@@ -662,47 +686,48 @@ func TestFaultsOverHTTP2(t *testing.T) {
 		{fault: fakeserver.Fault{Kind: fakeserver.Slow, Delay: 700 * time.Millisecond}, sends: 3, attempts: 3, least: time.Second},
 	} {
 		t.Run(c.fault.String(), func(t *testing.T) {
-			t.Parallel()
-			s := onLoopback(t)
-			f := newHTTP2Front(t, s)
-			require.NoError(t, s.Script("", c.fault, fakeserver.Fault{}))
-			call := viaTransport(onWire(f.base, func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 300 * time.Millisecond }))
-			start := time.Now()
-			req := newPost(t, t.Context(), f.url+"/v1/payments", paymentJSON("h2", 1999))
-			claim := &witness.Claim{Reference: "h2"}
-			report, resp, err := call(req)
-			took := time.Since(start)
-			claim.Hear(report, resp, err)
+			virtual(t, func(t *testing.T) {
+				s := inMemory(t)
+				f := newHTTP2Front(t, s)
+				require.NoError(t, s.Script("", c.fault, fakeserver.Fault{}))
+				call := viaTransport(onWire(f.base, func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 300 * time.Millisecond }))
+				start := time.Now()
+				req := newPost(t, t.Context(), f.url+"/v1/payments", paymentJSON("h2", 1999))
+				claim := &witness.Claim{Reference: "h2"}
+				report, resp, err := call(req)
+				took := time.Since(start)
+				claim.Hear(report, resp, err)
 
-			effects := 1
-			if c.final != 0 {
-				effects = 0
-			}
-			require.Len(t, s.Effects(), effects)
-			require.Len(t, s.Sends(), c.sends)
-			require.Len(t, keysSent(s.Sends()), 1)
-			requireWhole(t, s.Sends(), paymentJSON("h2", 1999))
-			if c.final != 0 {
-				require.Equal(t, idem.Refused, report.Outcome)
-				require.Equal(t, c.final, claim.Status)
-			} else {
-				require.Equal(t, idem.Executed, report.Outcome)
-				require.Equal(t, http.StatusCreated, claim.Status)
-			}
-			require.Len(t, report.Attempts, c.attempts)
-			require.Equal(t, c.sends, report.Sends)
-			require.GreaterOrEqual(t, took, c.least)
-			require.Less(t, took, c.least+2*time.Second)
-			_, found := witness.Judge(s, []*witness.Claim{claim})
-			requireHonest(t, found)
+				effects := 1
+				if c.final != 0 {
+					effects = 0
+				}
+				require.Len(t, s.Effects(), effects)
+				require.Len(t, s.Sends(), c.sends)
+				require.Len(t, keysSent(s.Sends()), 1)
+				requireWhole(t, s.Sends(), paymentJSON("h2", 1999))
+				if c.final != 0 {
+					require.Equal(t, idem.Refused, report.Outcome)
+					require.Equal(t, c.final, claim.Status)
+				} else {
+					require.Equal(t, idem.Executed, report.Outcome)
+					require.Equal(t, http.StatusCreated, claim.Status)
+				}
+				require.Len(t, report.Attempts, c.attempts)
+				require.Equal(t, c.sends, report.Sends)
+				require.GreaterOrEqual(t, took, c.least)
+				require.LessOrEqual(t, took, c.least+2*time.Second)
+				_, found := witness.Judge(s, []*witness.Claim{claim})
+				requireHonest(t, found)
 
-			f.mu.Lock()
-			defer f.mu.Unlock()
-			require.Equal(t, map[string]int{"HTTP/2.0": c.sends}, f.protos)
-			if c.conns > 0 {
-				slices.Sort(f.conns)
-				require.Len(t, slices.Compact(f.conns), c.conns)
-			}
+				f.mu.Lock()
+				defer f.mu.Unlock()
+				require.Equal(t, map[string]int{"HTTP/2.0": c.sends}, f.protos)
+				if c.conns > 0 {
+					slices.Sort(f.conns)
+					require.Len(t, slices.Compact(f.conns), c.conns)
+				}
+			})
 		})
 	}
 }
@@ -720,58 +745,64 @@ func (p *pinned) RoundTrip(req *http.Request) (*http.Response, error) {
 }
 
 func TestDeadConnectionOfAnotherHTTP2IsLeft(t *testing.T) {
-	s := onLoopback(t)
-	f := newHTTP2Front(t, s)
-	f.base.TLSNextProto = map[string]func(string, *tls.Conn) http.RoundTripper{
-		"h2": func(_ string, c *tls.Conn) http.RoundTripper {
-			t.Cleanup(func() { _ = c.Close() })
-			return &pinned{c}
-		},
-	}
-	f.base.TLSClientConfig.NextProtos = []string{"h2", "http/1.1"}
-	tr := onWire(f.base, func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 100 * time.Millisecond })
-	resp, err := tr.RoundTrip(newPost(t, t.Context(), f.url+"/v1/payments", paymentJSON("h2", 1999)))
-	require.NoError(t, err)
-	readAll(t, resp)
-	require.Len(t, s.Effects(), 1)
-	require.Len(t, idem.ReportOf(resp).Attempts, 2)
-	require.Equal(t, idem.Executed, idem.OutcomeOf(resp, nil))
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	require.Equal(t, map[string]int{"HTTP/2.0": 1}, f.protos, "beside that pool, and still over HTTP/2")
+	virtual(t, func(t *testing.T) {
+		s := inMemory(t)
+		f := newHTTP2Front(t, s)
+		f.base.TLSNextProto = map[string]func(string, *tls.Conn) http.RoundTripper{
+			"h2": func(_ string, c *tls.Conn) http.RoundTripper {
+				t.Cleanup(func() { _ = c.Close() })
+				return &pinned{c}
+			},
+		}
+		f.base.TLSClientConfig.NextProtos = []string{"h2", "http/1.1"}
+		tr := onWire(f.base, func(tr *idem.Transport) { tr.Policy.AttemptTimeout = 100 * time.Millisecond })
+		resp, err := tr.RoundTrip(newPost(t, t.Context(), f.url+"/v1/payments", paymentJSON("h2", 1999)))
+		require.NoError(t, err)
+		readAll(t, resp)
+		require.Len(t, s.Effects(), 1)
+		require.Len(t, idem.ReportOf(resp).Attempts, 2)
+		require.Equal(t, idem.Executed, idem.OutcomeOf(resp, nil))
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		require.Equal(t, map[string]int{"HTTP/2.0": 1}, f.protos, "beside that pool, and still over HTTP/2")
+	})
 }
 
 // A base whose owner has switched HTTP/2 off has none beside its pool either.
 func TestBaseWithoutHTTP2StaysWithoutIt(t *testing.T) {
-	s := onLoopback(t)
-	f := newHTTP2Front(t, s)
-	f.base.TLSNextProto = map[string]func(string, *tls.Conn) http.RoundTripper{}
-	f.base.ForceAttemptHTTP2 = false
-	require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Status, Status: 408}, fakeserver.Fault{}))
-	resp, err := onWire(f.base).RoundTrip(newPost(t, t.Context(), f.url+"/v1/payments", paymentJSON("h1", 1999)))
-	require.NoError(t, err)
-	readAll(t, resp)
-	require.Len(t, s.Effects(), 1)
-	require.Len(t, s.Sends(), 2)
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	require.Equal(t, map[string]int{"HTTP/1.1": 2}, f.protos)
-}
-
-func TestReusedKeyOverHTTP2IsRefused(t *testing.T) {
-	s := onLoopback(t)
-	f := newHTTP2Front(t, s)
-	for i, amount := range []int{1999, 2999} {
-		tr := onWire(f.base) // each with its own memory, as two processes have
-		req := newPost(t, idem.WithKey(t.Context(), "order-1"), f.url+"/v1/payments", paymentJSON("h2", amount))
-		resp, err := tr.RoundTrip(req)
+	virtual(t, func(t *testing.T) {
+		s := inMemory(t)
+		f := newHTTP2Front(t, s)
+		f.base.TLSNextProto = map[string]func(string, *tls.Conn) http.RoundTripper{}
+		f.base.ForceAttemptHTTP2 = false
+		require.NoError(t, s.Script("", fakeserver.Fault{Kind: fakeserver.Status, Status: 408}, fakeserver.Fault{}))
+		resp, err := onWire(f.base).RoundTrip(newPost(t, t.Context(), f.url+"/v1/payments", paymentJSON("h1", 1999)))
 		require.NoError(t, err)
 		readAll(t, resp)
 		require.Len(t, s.Effects(), 1)
-		require.Len(t, s.Sends(), i+1)
-		if i == 1 {
-			require.ErrorIs(t, idem.ReportOf(resp).Reason, idem.ErrKeyReused)
-			require.Equal(t, idem.Unknown, idem.OutcomeOf(resp, nil))
+		require.Len(t, s.Sends(), 2)
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		require.Equal(t, map[string]int{"HTTP/1.1": 2}, f.protos)
+	})
+}
+
+func TestReusedKeyOverHTTP2IsRefused(t *testing.T) {
+	virtual(t, func(t *testing.T) {
+		s := inMemory(t)
+		f := newHTTP2Front(t, s)
+		for i, amount := range []int{1999, 2999} {
+			tr := onWire(f.base) // each with its own memory, as two processes have
+			req := newPost(t, idem.WithKey(t.Context(), "order-1"), f.url+"/v1/payments", paymentJSON("h2", amount))
+			resp, err := tr.RoundTrip(req)
+			require.NoError(t, err)
+			readAll(t, resp)
+			require.Len(t, s.Effects(), 1)
+			require.Len(t, s.Sends(), i+1)
+			if i == 1 {
+				require.ErrorIs(t, idem.ReportOf(resp).Reason, idem.ErrKeyReused)
+				require.Equal(t, idem.Unknown, idem.OutcomeOf(resp, nil))
+			}
 		}
-	}
+	})
 }

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -154,6 +155,21 @@ func rawServer(t *testing.T, serve func(n int, c net.Conn, r *bufio.Reader)) (ur
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
+	serveRaw(t, l, serve)
+	return "http://" + l.Addr().String()
+}
+
+// rawInMemory is rawServer for virtual time; base reaches it, under any name.
+func rawInMemory(t *testing.T, serve func(n int, c net.Conn, r *bufio.Reader)) (url string, base *http.Transport) {
+	t.Helper()
+	l := newMemListener()
+	serveRaw(t, l, serve)
+	base = newBase(t)
+	base.DialContext = l.dial
+	return "http://" + l.Addr().String(), base
+}
+
+func serveRaw(t *testing.T, l net.Listener, serve func(n int, c net.Conn, r *bufio.Reader)) {
 	var wg sync.WaitGroup
 	var mu sync.Mutex // guards conns
 	var conns []net.Conn
@@ -185,7 +201,183 @@ func rawServer(t *testing.T, serve func(n int, c net.Conn, r *bufio.Reader)) (ur
 		mu.Unlock()
 		wg.Wait()
 	})
-	return "http://" + l.Addr().String()
+}
+
+// memListener accepts connections in memory.
+type memListener struct {
+	conns chan net.Conn
+	done  chan struct{}
+	once  sync.Once
+	n     atomic.Int32
+}
+
+func newMemListener() *memListener {
+	return &memListener{conns: make(chan net.Conn), done: make(chan struct{})}
+}
+
+func (l *memListener) dial(ctx context.Context, _, _ string) (net.Conn, error) {
+	up, down := newMemPipe(), newMemPipe()
+	here, there := memAddr(fmt.Sprintf("client-%d:80", l.n.Add(1))), memAddr(l.Addr().String())
+	select {
+	case l.conns <- &memConn{in: up, out: down, local: there, remote: here}:
+		return &memConn{in: down, out: up, local: here, remote: there}, nil
+	case <-l.done:
+		return nil, &net.OpError{Op: "dial", Net: "mem", Err: syscall.ECONNREFUSED}
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func (l *memListener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.conns:
+		return c, nil
+	case <-l.done:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *memListener) Close() error {
+	l.once.Do(func() { close(l.done) })
+	return nil
+}
+
+// Addr has a name that the certificate of httptest is valid for.
+func (l *memListener) Addr() net.Addr { return memAddr("example.com:80") }
+
+type memAddr string
+
+func (memAddr) Network() string  { return "mem" }
+func (a memAddr) String() string { return string(a) }
+
+// memConn is one end of a connection in memory. net.Pipe would not do: it has
+// no buffer, so that an answer which comes before the request was read could
+// stop both ends.
+type memConn struct {
+	in, out       *memPipe
+	local, remote memAddr
+}
+
+func (c *memConn) Read(p []byte) (int, error)  { return c.in.read(p) }
+func (c *memConn) Write(p []byte) (int, error) { return c.out.write(p) }
+func (c *memConn) LocalAddr() net.Addr         { return c.local }
+func (c *memConn) RemoteAddr() net.Addr        { return c.remote }
+
+func (c *memConn) Close() error {
+	c.in.change(func(p *memPipe) { p.deaf = true })
+	return c.CloseWrite()
+}
+
+func (c *memConn) CloseWrite() error {
+	c.out.change(func(p *memPipe) { p.ended = true })
+	return nil
+}
+
+func (c *memConn) SetDeadline(t time.Time) error {
+	_ = c.SetReadDeadline(t)
+	return c.SetWriteDeadline(t)
+}
+
+func (c *memConn) SetReadDeadline(t time.Time) error {
+	c.in.change(func(p *memPipe) { p.readBy.set(p, t) })
+	return nil
+}
+
+func (c *memConn) SetWriteDeadline(t time.Time) error {
+	c.out.change(func(p *memPipe) { p.writeBy.set(p, t) })
+	return nil
+}
+
+// memPipe is one direction of a connection in memory.
+type memPipe struct {
+	mu              sync.Mutex // guards what follows
+	changed         *sync.Cond
+	data            []byte
+	ended           bool // nothing more is written
+	deaf            bool // nothing more is read
+	readBy, writeBy memDeadline
+}
+
+const memWindow = 64 << 10 // what a memPipe holds before its writer waits
+
+func newMemPipe() *memPipe {
+	p := &memPipe{}
+	p.changed = sync.NewCond(&p.mu)
+	return p
+}
+
+func (p *memPipe) change(f func(*memPipe)) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	f(p)
+	p.changed.Broadcast()
+}
+
+func (p *memPipe) read(b []byte) (n int, err error) {
+	p.change(func(p *memPipe) {
+		for len(p.data) == 0 && !p.ended && !p.deaf && !p.readBy.over {
+			p.changed.Wait()
+		}
+		switch {
+		case p.deaf:
+			err = net.ErrClosed
+		case p.readBy.over:
+			err = os.ErrDeadlineExceeded
+		case len(p.data) == 0:
+			err = io.EOF
+		default:
+			n = copy(b, p.data)
+			p.data = p.data[n:]
+		}
+	})
+	return n, err
+}
+
+func (p *memPipe) write(b []byte) (n int, err error) {
+	for err == nil && n < len(b) {
+		p.change(func(p *memPipe) {
+			for len(p.data) == memWindow && !p.ended && !p.deaf && !p.writeBy.over {
+				p.changed.Wait()
+			}
+			switch {
+			case p.ended:
+				err = net.ErrClosed
+			case p.deaf:
+				err = syscall.EPIPE
+			case p.writeBy.over:
+				err = os.ErrDeadlineExceeded
+			default:
+				k := min(len(b)-n, memWindow-len(p.data))
+				p.data = append(p.data, b[n:n+k]...)
+				n += k
+			}
+		})
+	}
+	return n, err
+}
+
+// memDeadline is a deadline of one direction.
+type memDeadline struct {
+	over  bool
+	timer *time.Timer
+}
+
+func (d *memDeadline) set(p *memPipe, at time.Time) {
+	if d.timer != nil {
+		d.timer.Stop()
+	}
+	d.over, d.timer = false, nil
+	switch left := time.Until(at); {
+	case at.IsZero():
+	case left <= 0:
+		d.over = true
+	default:
+		var timer *time.Timer
+		timer = time.AfterFunc(left, func() {
+			p.change(func(*memPipe) { d.over = d.over || d.timer == timer })
+		})
+		d.timer = timer
+	}
 }
 
 // newBase is a real transport whose connections end with the test.

@@ -14,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -99,6 +100,7 @@ func TestLargeBodyMemory(t *testing.T) {
 // sendLargeBody is what the child does: one call with one retry.
 func sendLargeBody(t *testing.T, kind string) {
 	tr := &idem.Transport{Base: newBase(t), Policy: casePolicy()}
+	tr.Policy.AttemptTimeout, tr.Policy.MaxElapsed = 10*time.Minute, 10*time.Minute // it may be a slow machine
 	f, err := os.Open(os.Getenv(childFile))
 	require.NoError(t, err)
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, os.Getenv(childURL), f)

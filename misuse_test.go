@@ -48,36 +48,38 @@ func TestUnkeyedOperationRemembersItsEarlierCall(t *testing.T) {
 
 // TestRefusalAfterASendThatNetHTTPRepeatedIsUnknown has the first send executed and its connection closed; net/http repeats it within the attempt and meets a 403.
 func TestRefusalAfterASendThatNetHTTPRepeatedIsUnknown(t *testing.T) {
-	var effects atomic.Int32
-	url := rawServer(t, func(n int, c net.Conn, r *bufio.Reader) {
-		for {
-			req, err := http.ReadRequest(r)
-			if err != nil {
-				return
+	virtual(t, func(t *testing.T) {
+		var effects atomic.Int32
+		url, base := rawInMemory(t, func(n int, c net.Conn, r *bufio.Reader) {
+			for {
+				req, err := http.ReadRequest(r)
+				if err != nil {
+					return
+				}
+				_, _ = io.Copy(io.Discard, req.Body)
+				switch {
+				case req.Method == "GET":
+					_, _ = io.WriteString(c, "HTTP/1.1 204 No Content\r\n\r\n")
+				case n == 1:
+					effects.Add(1)
+					return
+				default:
+					_, _ = io.WriteString(c, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+				}
 			}
-			_, _ = io.Copy(io.Discard, req.Body)
-			switch {
-			case req.Method == "GET":
-				_, _ = io.WriteString(c, "HTTP/1.1 204 No Content\r\n\r\n")
-			case n == 1:
-				effects.Add(1)
-				return
-			default:
-				_, _ = io.WriteString(c, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
-			}
-		}
+		})
+		client := &http.Client{Transport: &idem.Transport{Base: base, Policy: casePolicy()}}
+		warm, err := client.Get(url)
+		require.NoError(t, err)
+		readAll(t, warm)
+		resp, err := client.Post(url+"/v1/payments/p1/cancel", "", nil)
+		require.NoError(t, err)
+		readAll(t, resp)
+		rep := idem.ReportOf(resp)
+		require.Equal(t, int32(1), effects.Load())
+		require.Equal(t, 2, rep.Sends)
+		require.Equal(t, idem.Unknown, rep.Outcome, "%+v", rep)
 	})
-	client := &http.Client{Transport: &idem.Transport{Base: newBase(t), Policy: casePolicy()}}
-	warm, err := client.Get(url)
-	require.NoError(t, err)
-	readAll(t, warm)
-	resp, err := client.Post(url+"/v1/payments/p1/cancel", "", nil)
-	require.NoError(t, err)
-	readAll(t, resp)
-	rep := idem.ReportOf(resp)
-	require.Equal(t, int32(1), effects.Load())
-	require.Equal(t, 2, rep.Sends)
-	require.Equal(t, idem.Unknown, rep.Outcome, "%+v", rep)
 }
 
 // TestDoEndsThoughTheBodyOfTheLastAnswerDoesNot has a last 503 whose body trickles for ever.
@@ -125,37 +127,39 @@ func TestRequestBufferWithoutALimitComparesTheBody(t *testing.T) {
 
 // TestNoKeysRequestWithAKeyHeaderIsNotRepeatedByNetHTTP has an SDK that sets the header at a provider that ignores it.
 func TestNoKeysRequestWithAKeyHeaderIsNotRepeatedByNetHTTP(t *testing.T) {
-	var effects atomic.Int32
-	url := rawServer(t, func(n int, c net.Conn, r *bufio.Reader) {
-		for {
-			req, err := http.ReadRequest(r)
-			if err != nil {
-				return
+	virtual(t, func(t *testing.T) {
+		var effects atomic.Int32
+		url, base := rawInMemory(t, func(n int, c net.Conn, r *bufio.Reader) {
+			for {
+				req, err := http.ReadRequest(r)
+				if err != nil {
+					return
+				}
+				_, _ = io.Copy(io.Discard, req.Body)
+				switch {
+				case req.Method == "GET":
+					_, _ = io.WriteString(c, "HTTP/1.1 204 No Content\r\n\r\n")
+				case n == 1:
+					effects.Add(1)
+					return
+				default:
+					effects.Add(1)
+					_, _ = io.WriteString(c, "HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n")
+				}
 			}
-			_, _ = io.Copy(io.Discard, req.Body)
-			switch {
-			case req.Method == "GET":
-				_, _ = io.WriteString(c, "HTTP/1.1 204 No Content\r\n\r\n")
-			case n == 1:
-				effects.Add(1)
-				return
-			default:
-				effects.Add(1)
-				_, _ = io.WriteString(c, "HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n")
-			}
+		})
+		client := &http.Client{Transport: &idem.Transport{Base: base, Policy: casePolicy(), Dialect: idem.NoKeys}}
+		warm, err := client.Get(url)
+		require.NoError(t, err)
+		readAll(t, warm)
+		req, _ := http.NewRequest("POST", url+"/v1/payments/p1/capture", nil)
+		req.Header.Set("Idempotency-Key", "sdk-key")
+		resp, err := client.Do(req)
+		if err == nil {
+			readAll(t, resp)
 		}
+		require.Equal(t, int32(1), effects.Load())
 	})
-	client := &http.Client{Transport: &idem.Transport{Base: newBase(t), Policy: casePolicy(), Dialect: idem.NoKeys}}
-	warm, err := client.Get(url)
-	require.NoError(t, err)
-	readAll(t, warm)
-	req, _ := http.NewRequest("POST", url+"/v1/payments/p1/capture", nil)
-	req.Header.Set("Idempotency-Key", "sdk-key")
-	resp, err := client.Do(req)
-	if err == nil {
-		readAll(t, resp)
-	}
-	require.Equal(t, int32(1), effects.Load())
 }
 
 // TestRedirectHopWithOtherContentIsNotSent has a GetBody that gives the hop another amount.
@@ -187,23 +191,25 @@ func TestRedirectHopWithOtherContentIsNotSent(t *testing.T) {
 
 // TestDeadlineEndsTheReadingOfARequestBody has a pipe into which nobody writes.
 func TestDeadlineEndsTheReadingOfARequestBody(t *testing.T) {
-	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
-		return answer(r, 200, nil, "ok"), nil
-	})}
-	pr, pw := io.Pipe()
-	defer pw.Close()
-	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
-	defer cancel()
-	req, _ := http.NewRequestWithContext(ctx, "POST", "http://h/", pr)
-	done := make(chan error, 1)
-	go func() { _, err := tr.RoundTrip(req); done <- err }()
-	select {
-	case err := <-done:
-		require.ErrorIs(t, err, context.DeadlineExceeded)
-	case <-time.After(2 * time.Second):
-		pw.Close()
-		t.Fatal("hangs past the deadline")
-	}
+	virtual(t, func(t *testing.T) {
+		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			return answer(r, 200, nil, "ok"), nil
+		})}
+		pr, pw := io.Pipe()
+		defer pw.Close()
+		ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
+		defer cancel()
+		req, _ := http.NewRequestWithContext(ctx, "POST", "http://h/", pr)
+		done := make(chan error, 1)
+		go func() { _, err := tr.RoundTrip(req); done <- err }()
+		select {
+		case err := <-done:
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+		case <-time.After(2 * time.Second):
+			pw.Close()
+			t.Fatal("hangs past the deadline")
+		}
+	})
 }
 
 // TestHeaderThatNetHTTPDoesNotSendCannotCarryTheKey has headers that net/http leaves out of the map.
@@ -313,51 +319,53 @@ func TestStreamThatPrepareReadIsNotSentEmpty(t *testing.T) {
 
 // TestAnswerWithoutABodyDoesNotHoldTheKey has a caller who does not close what is empty.
 func TestAnswerWithoutABodyDoesNotHoldTheKey(t *testing.T) {
-	s := onLoopback(t)
-	url := rawServer(t, func(n int, c net.Conn, r *bufio.Reader) {
-		for {
-			req, err := http.ReadRequest(r)
-			if err != nil {
-				return
+	virtual(t, func(t *testing.T) {
+		url, base := rawInMemory(t, func(n int, c net.Conn, r *bufio.Reader) {
+			for {
+				req, err := http.ReadRequest(r)
+				if err != nil {
+					return
+				}
+				_, _ = io.Copy(io.Discard, req.Body)
+				_, _ = io.WriteString(c, "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
 			}
-			_, _ = io.Copy(io.Discard, req.Body)
-			_, _ = io.WriteString(c, "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
-		}
+		})
+		tr := &idem.Transport{Base: base, Policy: casePolicy()}
+		tr.Policy.MaxAttempts = 1
+		resp, err := tr.RoundTrip(newPost(t, idem.WithKey(context.Background(), "k"), url, "{}"))
+		require.NoError(t, err)
+		require.Equal(t, http.NoBody, http.NoBody)
+		_ = resp // not closed: a bare client has nothing to close
+		ctx, cancel := context.WithTimeout(idem.WithKey(context.Background(), "k"), time.Second)
+		defer cancel()
+		resp, err = tr.RoundTrip(newPost(t, ctx, url, "{}"))
+		require.NoError(t, err)
+		readAll(t, resp)
 	})
-	_ = s
-	tr := &idem.Transport{Base: newBase(t), Policy: casePolicy()}
-	tr.Policy.MaxAttempts = 1
-	resp, err := tr.RoundTrip(newPost(t, idem.WithKey(context.Background(), "k"), url, "{}"))
-	require.NoError(t, err)
-	require.Equal(t, http.NoBody, http.NoBody)
-	_ = resp // not closed: a bare client has nothing to close
-	ctx, cancel := context.WithTimeout(idem.WithKey(context.Background(), "k"), time.Second)
-	defer cancel()
-	resp, err = tr.RoundTrip(newPost(t, ctx, url, "{}"))
-	require.NoError(t, err)
-	readAll(t, resp)
 }
 
 // TestPanicInTheDoneHookFreesTheKey has a streamed answer, which holds the key.
 func TestPanicInTheDoneHookFreesTheKey(t *testing.T) {
-	var boom atomic.Bool
-	boom.Store(true)
-	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
-		resp := answer(r, 200, nil, "x")
-		resp.ContentLength = -1
-		return resp, nil
-	})}
-	tr.Hooks.Done = func(context.Context, *idem.Report) {
-		if boom.Swap(false) {
-			panic("hook")
+	virtual(t, func(t *testing.T) {
+		var boom atomic.Bool
+		boom.Store(true)
+		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			resp := answer(r, 200, nil, "x")
+			resp.ContentLength = -1
+			return resp, nil
+		})}
+		tr.Hooks.Done = func(context.Context, *idem.Report) {
+			if boom.Swap(false) {
+				panic("hook")
+			}
 		}
-	}
-	require.Panics(t, func() { _, _ = tr.RoundTrip(newPost(t, idem.WithKey(context.Background(), "k"), "http://h/", "{}")) })
-	ctx, cancel := context.WithTimeout(idem.WithKey(context.Background(), "k"), time.Second)
-	defer cancel()
-	resp, err := tr.RoundTrip(newPost(t, ctx, "http://h/", "{}"))
-	require.NoError(t, err)
-	readAll(t, resp)
+		require.Panics(t, func() { _, _ = tr.RoundTrip(newPost(t, idem.WithKey(context.Background(), "k"), "http://h/", "{}")) })
+		ctx, cancel := context.WithTimeout(idem.WithKey(context.Background(), "k"), time.Second)
+		defer cancel()
+		resp, err := tr.RoundTrip(newPost(t, ctx, "http://h/", "{}"))
+		require.NoError(t, err)
+		readAll(t, resp)
+	})
 }
 
 // TestPanicLetsGoOfEverything has a Classify that panics: caller's body, answer and connection must not stay open.
@@ -453,30 +461,23 @@ func TestKeyHeaderOnAMethodWithoutKeysClaimsNoRefusal(t *testing.T) {
 
 // TestDiscardedAnswerIsClosedWhereTheContextDoesNotEndIt has a body that only Close ends.
 func TestDiscardedAnswerIsClosedWhereTheContextDoesNotEndIt(t *testing.T) {
-	n := 0
-	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
-		if n++; n > 1 {
-			return answer(r, 200, nil, "ok"), nil
-		}
-		resp := answer(r, 503, nil, "")
-		pr, _ := io.Pipe()
-		resp.Body, resp.ContentLength = pr, -1
-		return resp, nil
-	})}
-	done := make(chan error, 1)
-	go func() {
+	virtual(t, func(t *testing.T) {
+		n := 0
+		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			if n++; n > 1 {
+				return answer(r, 200, nil, "ok"), nil
+			}
+			resp := answer(r, 503, nil, "")
+			pr, _ := io.Pipe()
+			resp.Body, resp.ContentLength = pr, -1
+			return resp, nil
+		})}
+		start := time.Now()
 		resp, err := tr.RoundTrip(newPost(t, context.Background(), "http://h/", "{}"))
-		if err == nil {
-			_ = resp.Body.Close()
-		}
-		done <- err
-	}()
-	select {
-	case err := <-done:
 		require.NoError(t, err)
-	case <-time.After(3 * time.Second):
-		t.Fatal("hangs")
-	}
+		readAll(t, resp)
+		require.LessOrEqual(t, time.Since(start), 250*time.Millisecond+80*time.Millisecond, "the drain and a backoff")
+	})
 }
 
 // TestReportsOfNestedContextsAreBothWritten has a middleware with a report of its own.
@@ -497,18 +498,20 @@ func (readsNothing) Read([]byte) (int, error) { return 0, nil }
 
 // TestAnswerThatReadsNothingEndsWithTheCallersContext has a body that breaks the advice of io.Reader.
 func TestAnswerThatReadsNothingEndsWithTheCallersContext(t *testing.T) {
-	tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
-		resp := answer(r, 200, http.Header{"Content-Type": {"application/json"}}, "")
-		resp.Body, resp.ContentLength = io.NopCloser(readsNothing{}), -1
-		return resp, nil
-	})}
-	tr.Policy.MaxElapsed = 5 * time.Second
-	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
-	defer cancel()
-	start := time.Now()
-	_, err := tr.RoundTrip(newPost(t, ctx, "http://h/", "{}"))
-	require.Error(t, err)
-	require.Less(t, time.Since(start), time.Second)
+	virtual(t, func(t *testing.T) {
+		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+			resp := answer(r, 200, http.Header{"Content-Type": {"application/json"}}, "")
+			resp.Body, resp.ContentLength = io.NopCloser(readsNothing{}), -1
+			return resp, nil
+		})}
+		tr.Policy.MaxElapsed = 5 * time.Second
+		ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+		defer cancel()
+		start := time.Now()
+		_, err := tr.RoundTrip(newPost(t, ctx, "http://h/", "{}"))
+		require.Error(t, err)
+		require.LessOrEqual(t, time.Since(start), 100*time.Millisecond)
+	})
 }
 
 // TestReportIsNotThatOfARequestOfTheDoneHook has a hook that sends an audit event under the context that it gets.
@@ -583,51 +586,58 @@ func TestRedirectToNowhereKeepsTheReport(t *testing.T) {
 // TestTunnelRefusedToAHiddenSendProvesNothing has a first send executed on an idle tunnel that then dies; net/http
 // repeats it within the attempt, and the proxy refuses the new tunnel.
 func TestTunnelRefusedToAHiddenSendProvesNothing(t *testing.T) {
-	var effects atomic.Int32
-	origin := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.Method == http.MethodGet {
-			return
-		}
-		effects.Add(1)
-		panic(http.ErrAbortHandler)
-	}))
-	t.Cleanup(origin.Close)
-	proxy := rawServer(t, func(n int, c net.Conn, r *bufio.Reader) {
-		req, err := http.ReadRequest(r)
-		if err != nil {
-			return
-		}
-		if n > 1 {
-			_, _ = io.WriteString(c, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
-			return
-		}
-		to, err := net.Dial("tcp", req.Host)
-		if err != nil {
-			return
-		}
-		_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\n\r\n")
-		go func() { _, _ = io.Copy(to, r); _ = to.Close() }()
-		_, _ = io.Copy(c, to)
+	virtual(t, func(t *testing.T) {
+		var effects atomic.Int32
+		origin := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.Method == http.MethodGet {
+				return
+			}
+			effects.Add(1)
+			panic(http.ErrAbortHandler)
+		}))
+		l := newMemListener()
+		require.NoError(t, origin.Listener.Close())
+		origin.Listener = l
+		origin.StartTLS()
+		t.Cleanup(origin.Close)
+		proxy, toProxy := rawInMemory(t, func(n int, c net.Conn, r *bufio.Reader) {
+			_, err := http.ReadRequest(r)
+			if err != nil {
+				return
+			}
+			if n > 1 {
+				_, _ = io.WriteString(c, "HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+				return
+			}
+			to, err := l.dial(t.Context(), "", "")
+			if err != nil {
+				return
+			}
+			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\n\r\n")
+			go func() { _, _ = io.Copy(to, r); _ = to.Close() }()
+			_, _ = io.Copy(c, to)
+		})
+		proxyURL, err := url.Parse(proxy)
+		require.NoError(t, err)
+		base := origin.Client().Transport.(*http.Transport).Clone()
+		t.Cleanup(base.CloseIdleConnections)
+		base.DialContext = toProxy.DialContext
+		base.ForceAttemptHTTP2, base.TLSClientConfig.NextProtos = false, nil
+		base.Proxy = http.ProxyURL(proxyURL)
+		base.OnProxyConnectResponse = idem.ProxyHook
+		tr := &idem.Transport{Base: base, Policy: casePolicy()}
+		client := &http.Client{Transport: tr}
+		warm, err := client.Get(origin.URL)
+		require.NoError(t, err)
+		readAll(t, warm)
+		var report idem.Report
+		req, err := http.NewRequestWithContext(idem.WithReport(context.Background(), &report), http.MethodPost, origin.URL+"/capture", nil)
+		require.NoError(t, err)
+		_, err = tr.RoundTrip(req)
+		require.Error(t, err)
+		require.Equal(t, int32(1), effects.Load())
+		require.Equal(t, idem.Unknown, report.Outcome, "%v", err)
 	})
-	proxyURL, err := url.Parse(proxy)
-	require.NoError(t, err)
-	base := origin.Client().Transport.(*http.Transport).Clone()
-	t.Cleanup(base.CloseIdleConnections)
-	base.ForceAttemptHTTP2, base.TLSClientConfig.NextProtos = false, nil
-	base.Proxy = http.ProxyURL(proxyURL)
-	base.OnProxyConnectResponse = idem.ProxyHook
-	tr := &idem.Transport{Base: base, Policy: casePolicy()}
-	client := &http.Client{Transport: tr}
-	warm, err := client.Get(origin.URL)
-	require.NoError(t, err)
-	readAll(t, warm)
-	var report idem.Report
-	req, err := http.NewRequestWithContext(idem.WithReport(context.Background(), &report), http.MethodPost, origin.URL+"/capture", nil)
-	require.NoError(t, err)
-	_, err = tr.RoundTrip(req)
-	require.Error(t, err)
-	require.Equal(t, int32(1), effects.Load())
-	require.Equal(t, idem.Unknown, report.Outcome, "%v", err)
 }
 
 // TestRedirectThatDropsTheBodyOfAGetIsFollowed has a GET with a body, which http.Client does not send again.
@@ -784,74 +794,78 @@ func TestKeyWindowCountsFromTheSendThatCameBeforeStarted(t *testing.T) {
 // TestRedirectWhoseBodyNeverEndsDoesNotHoldTheCall has a 307 that freezes in a chunked page, of which http.Client reads
 // 2 KiB before it follows.
 func TestRedirectWhoseBodyNeverEndsDoesNotHoldTheCall(t *testing.T) {
-	for _, method := range []string{http.MethodPost, http.MethodGet} {
-		freed := make(chan struct{})
-		url := rawServer(t, func(_ int, c net.Conn, r *bufio.Reader) {
-			req, err := http.ReadRequest(r)
-			if err != nil {
-				return
+	virtual(t, func(t *testing.T) {
+		for _, method := range []string{http.MethodPost, http.MethodGet} {
+			freed := make(chan struct{})
+			url, base := rawInMemory(t, func(_ int, c net.Conn, r *bufio.Reader) {
+				req, err := http.ReadRequest(r)
+				if err != nil {
+					return
+				}
+				_, _ = io.Copy(io.Discard, req.Body)
+				_, _ = io.WriteString(c, "HTTP/1.1 307 Temporary Redirect\r\nLocation: /to\r\nContent-Type: text/html\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n<html\r\n")
+				<-freed
+			})
+			tr := &idem.Transport{Base: base, Policy: casePolicy()}
+			tr.Policy.AttemptTimeout, tr.Policy.MaxElapsed = 100*time.Millisecond, 500*time.Millisecond
+			req, err := http.NewRequest(method, url+"/from", strings.NewReader("{}"))
+			require.NoError(t, err)
+			done := make(chan error, 1)
+			go func() {
+				resp, err := idem.NewClient(tr).Do(req)
+				if err == nil {
+					_ = resp.Body.Close()
+				}
+				done <- err
+			}()
+			select {
+			case err := <-done:
+				require.Error(t, err)
+			case <-time.After(4 * time.Second):
+				t.Errorf("%s hangs past AttemptTimeout and MaxElapsed", method)
 			}
-			_, _ = io.Copy(io.Discard, req.Body)
-			_, _ = io.WriteString(c, "HTTP/1.1 307 Temporary Redirect\r\nLocation: /to\r\nContent-Type: text/html\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n<html\r\n")
-			<-freed
-		})
-		tr := &idem.Transport{Base: newBase(t), Policy: casePolicy()}
-		tr.Policy.AttemptTimeout, tr.Policy.MaxElapsed = 100*time.Millisecond, 500*time.Millisecond
-		req, err := http.NewRequest(method, url+"/from", strings.NewReader("{}"))
-		require.NoError(t, err)
-		done := make(chan error, 1)
-		go func() {
-			resp, err := idem.NewClient(tr).Do(req)
-			if err == nil {
-				_ = resp.Body.Close()
-			}
-			done <- err
-		}()
-		select {
-		case err := <-done:
-			require.Error(t, err)
-		case <-time.After(4 * time.Second):
-			t.Errorf("%s hangs past AttemptTimeout and MaxElapsed", method)
+			close(freed)
 		}
-		close(freed)
-	}
+	})
 }
 
 // TestDeadlineEndsTheComparisonOfABody has a GetBody whose reader comes from elsewhere and stalls: it is read for the
 // fingerprint of a named key, and to compare the second attempt's body.
 func TestDeadlineEndsTheComparisonOfABody(t *testing.T) {
-	for _, key := range []string{"", "k"} {
-		pr, pw := io.Pipe()
-		tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
-			_, err := io.ReadAll(r.Body)
-			_ = r.Body.Close()
-			if err != nil {
-				return nil, err
+	virtual(t, func(t *testing.T) {
+		for _, key := range []string{"", "k"} {
+			pr, pw := io.Pipe()
+			tr := &idem.Transport{Policy: casePolicy(), Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+				_, err := io.ReadAll(r.Body)
+				_ = r.Body.Close()
+				if err != nil {
+					return nil, err
+				}
+				return nil, io.ErrUnexpectedEOF
+			})}
+			ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
+			if key != "" {
+				ctx = idem.WithKey(ctx, key)
 			}
-			return nil, io.ErrUnexpectedEOF
-		})}
-		ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
-		if key != "" {
-			ctx = idem.WithKey(ctx, key)
+			req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://h/", io.NopCloser(io.MultiReader(strings.NewReader("amount=1999"))))
+			require.NoError(t, err)
+			req.GetBody = func() (io.ReadCloser, error) { return pr, nil }
+			done := make(chan error, 1)
+			go func() {
+				_, err := tr.RoundTrip(req)
+				done <- err
+			}()
+			select {
+			case err := <-done:
+				require.ErrorIs(t, err, context.DeadlineExceeded)
+			case <-time.After(2 * time.Second):
+				t.Errorf("%q: hangs past the caller's deadline", key)
+				_ = pw.Close()
+				<-done
+			}
+			cancel()
 		}
-		req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://h/", io.NopCloser(io.MultiReader(strings.NewReader("amount=1999"))))
-		require.NoError(t, err)
-		req.GetBody = func() (io.ReadCloser, error) { return pr, nil }
-		done := make(chan error, 1)
-		go func() {
-			_, err := tr.RoundTrip(req)
-			done <- err
-		}()
-		select {
-		case err := <-done:
-			require.ErrorIs(t, err, context.DeadlineExceeded)
-		case <-time.After(2 * time.Second):
-			t.Errorf("%q: hangs past the caller's deadline", key)
-			_ = pw.Close()
-			<-done
-		}
-		cancel()
-	}
+	})
 }
 
 // TestGetBodyThatGivesNothingEndsTheOperation has a GetBody that returns neither a reader nor an error.

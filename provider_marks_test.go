@@ -363,7 +363,7 @@ func TestProvidersOverSocketsAndHTTP2(t *testing.T) {
 				t.Cleanup(s.Close)
 				s.Apply(fakeserver.Like(p.like))
 				scriptAll(t, s, answerLost)
-				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 				defer cancel()
 				r, status, _ := charge(t, ctx, s, paymentJSON("order-1", 1999), speaking(p.dialect))
 				require.Equal(t, madeID(t, s), r.Reference)

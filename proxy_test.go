@@ -266,7 +266,7 @@ func TestC54_ProxyThatRefusesTheTunnelOfTheDefaultBase(t *testing.T) {
 // runProxied runs a test again, in a process whose environment has a proxy.
 func runProxied(t *testing.T, name, proxy string, env ...string) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	child := exec.CommandContext(ctx, os.Args[0], "-test.run=^"+name+"$", "-test.count=1")
 	child.Env = append(os.Environ(), append(env,

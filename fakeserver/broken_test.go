@@ -133,7 +133,7 @@ func TestEffectThenKeyChargesTwice(t *testing.T) {
 		for key, effects := range map[string]int{"crash": 2, "race": 2, "cut": 1, "calm": 1} {
 			pay(key).send(s)
 			if key == "race" { // the client has the copy's answer; the first delivery still runs
-				require.Eventually(t, func() bool { return len(s.Effects(Filter{Key: key})) == effects }, time.Second, 5*time.Millisecond)
+				soon(t, func() bool { return len(s.Effects(Filter{Key: key})) == effects })
 			}
 			requireReplayOrPayment(t, pay(key).send(s))
 			require.Len(t, s.Effects(Filter{Key: key}), effects, key)
@@ -173,22 +173,31 @@ func TestIgnoredKeysChargeTwice(t *testing.T) {
 
 func TestRestartKeepsKeysAndLosesWhatRan(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
-		require.Equal(t, 201, pay("order-1").send(s).status)
-		inject(t, s, Fault{Kind: Slow, Delay: 800 * time.Millisecond, Key: "slow", Send: 1}, Fault{Kind: Hang, Key: "hang", Send: 1})
-		ended := make(chan reply)
-		for _, key := range []string{"slow", "hang"} {
-			go func() { ended <- pay(key).send(s) }()
+		client := countConns(s)
+		c := func(key string) call {
+			c := pay(key)
+			c.client = client.Client
+			return c
 		}
-		soon(t, func() bool { return len(s.Sends()) == 3 })
-		time.Sleep(50 * time.Millisecond)
+		require.Equal(t, 201, c("order-1").send(s).status)
+		inject(t, s, Fault{Kind: Slow, Delay: time.Hour, Key: "slow", Send: 1}, Fault{Kind: Hang, Key: "hang", Send: 1})
+		ended := make(chan reply, 2)
+		for _, key := range []string{"slow", "hang"} {
+			go func() { ended <- c(key).send(s) }()
+		}
+		soon(t, inProgress(s, "slow"))
+		soon(t, arrived(s, "hang"))
 		s.Restart()
-		time.Sleep(50 * time.Millisecond) // the client sees the end of its idle connection
 		require.Error(t, (<-ended).err)
 		require.Error(t, (<-ended).err)
-		time.Sleep(time.Second)
+		soon(t, client.none)
+		soon(t, func() bool { n := s.Sends(); return !n[1].Ended.IsZero() && !n[2].Ended.IsZero() })
+		if s.mem != nil {
+			time.Sleep(2 * time.Hour)
+		}
 		require.Len(t, s.Effects(), 1)
-		requireReplay(t, s, pay("order-1"))
-		require.Equal(t, 201, pay("slow").send(s).status, "rolled back, the key is free")
+		requireReplay(t, s, c("order-1"))
+		require.Equal(t, 201, c("slow").send(s).status, "rolled back, the key is free")
 	})
 }
 

@@ -1,6 +1,7 @@
 package fakeserver
 
 import (
+	"context"
 	"io"
 	"log"
 	"net/http"
@@ -85,10 +86,11 @@ func TestHangEndsWhenTheClientLeaves(t *testing.T) {
 		inject(t, s, Fault{Kind: Hang, Point: AfterEffect, Key: "after", Send: 1}, Fault{Kind: Hang, Key: "before", Send: 1})
 		for key, effects := range map[string]int{"after": 1, "before": 0} {
 			c := pay(key)
-			c.within = 50 * time.Millisecond
-			start := time.Now()
-			require.Error(t, c.send(s).err)
-			require.GreaterOrEqual(t, time.Since(start), 50*time.Millisecond)
+			c.from, c.within = arrived(s, key), 50*time.Millisecond
+			if effects == 1 {
+				c.from = effected(s, key)
+			}
+			require.ErrorIs(t, c.send(s).err, context.Canceled, "until then there is nothing, not even an end")
 			require.Len(t, s.Effects(Filter{Key: key}), effects)
 			require.Equal(t, 201, pay(key).send(s).status)
 			require.Len(t, s.Effects(Filter{Key: key}), 1)
@@ -99,11 +101,9 @@ func TestHangEndsWhenTheClientLeaves(t *testing.T) {
 func TestCloseOfTheServerEndsHangs(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
 		inject(t, s, Fault{Kind: Hang})
-		ended := make(chan reply)
+		ended := make(chan reply, 1)
 		go func() { ended <- pay("order-1").send(s) }()
-		for len(s.Sends()) == 0 {
-			time.Sleep(time.Millisecond)
-		}
+		soon(t, arrived(s, "order-1"))
 		s.Close()
 		require.Error(t, (<-ended).err)
 	})
@@ -128,9 +128,12 @@ func TestStaleConnectionDiesUnderTheNextRequest(t *testing.T) {
 func TestStaleWithDelayClosesWhileIdle(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
 		inject(t, s, Fault{Kind: Stale, Delay: 20 * time.Millisecond, Key: "first"})
-		require.Equal(t, 201, pay("first").send(s).status)
-		time.Sleep(200 * time.Millisecond)
-		require.Equal(t, 201, pay("second").send(s).status, "the client has seen the end and dials anew")
+		client := countConns(s)
+		first, second := pay("first"), pay("second")
+		first.client, second.client = client.Client, client.Client
+		require.Equal(t, 201, first.send(s).status)
+		soon(t, client.none)
+		require.Equal(t, 201, second.send(s).status, "the client has seen the end and dials anew")
 		require.Equal(t, 2, s.Sends(Filter{Key: "second"})[0].Conn)
 	})
 }
@@ -172,11 +175,15 @@ func TestExtraAnswerIsNotTheNextRequests(t *testing.T) {
 	defer log.SetOutput(os.Stderr)
 	inBothWorlds(t, func(t *testing.T, s *Server) {
 		inject(t, s, Fault{Kind: Extra, Key: "first"})
-		first := pay("first").send(s)
+		client := countConns(s)
+		c := pay("first")
+		c.client = client.Client
+		first := c.send(s)
 		require.Equal(t, 201, first.status)
 		require.Equal(t, "pay_1", first.field(t, "id"))
-		time.Sleep(20 * time.Millisecond)
-		second := pay("second").send(s)
+		soon(t, client.none) // the client has heard what nobody asked for
+		c.key = "second"
+		second := c.send(s)
 		require.Equal(t, "pay_2", second.field(t, "id"), "net/http drops a connection that speaks out of turn")
 		require.Equal(t, 2, s.Sends()[1].Conn)
 	})

@@ -53,12 +53,16 @@ func TestCopiesAreNotCountedAsSendsOfTheKey(t *testing.T) {
 
 func TestImpatientGatewayPassesOnTheCopysAnswer(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
-		inject(t, s, Fault{Kind: Duplicate, Point: DuringEffect, Delay: 300 * time.Millisecond, Send: 1})
-		busy := pay("order-1").send(s)
+		const delay = 300 * time.Millisecond
+		inject(t, s, Fault{Kind: Duplicate, Point: DuringEffect, Delay: delay, Send: 1})
+		c, goOn := inTime(s, "order-1")
+		busy := c.send(s)
 		requireProblem(t, busy, 409, "idempotency-key-in-use")
 		require.Empty(t, s.Effects())
+		goOn()
 		soon(t, func() bool { return len(s.Effects()) == 1 })
-		require.Equal(t, 201, requireReplay(t, s, pay("order-1")).status)
+		require.GreaterOrEqual(t, s.Effects()[0].At.Sub(s.Sends()[0].At), delay)
+		require.Equal(t, 201, requireReplay(t, s, c).status)
 		require.Equal(t, 1, s.Effects()[0].Send, "the first copy made the effect")
 		require.Len(t, s.Sends(), 3)
 	})

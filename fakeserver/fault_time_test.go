@@ -1,6 +1,7 @@
 package fakeserver
 
 import (
+	"context"
 	"net/http"
 	"testing"
 	"time"
@@ -26,12 +27,10 @@ func TestSlowEffectHappensAtTheEndOfTheDelay(t *testing.T) {
 func TestCloseAbandonsASlowEffect(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
 		inject(t, s, Fault{Kind: Slow, Delay: time.Hour})
-		ended := make(chan reply)
+		ended := make(chan reply, 1)
 		go func() { ended <- pay("order-1").send(s) }()
-		for len(s.Sends()) == 0 {
-			time.Sleep(time.Millisecond)
-		}
-		time.Sleep(20 * time.Millisecond)
+		soon(t, inProgress(s, "order-1"))
+		requireProblem(t, pay("order-1").send(s), 409, "idempotency-key-in-use")
 		s.Close()
 		require.Error(t, (<-ended).err)
 		require.Empty(t, s.Effects())
@@ -40,10 +39,10 @@ func TestCloseAbandonsASlowEffect(t *testing.T) {
 
 func TestLateAnswerIsTooLateForTheClient(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
-		inject(t, s, Fault{Kind: Late, Delay: 200 * time.Millisecond})
+		inject(t, s, Fault{Kind: Late, Delay: time.Hour, Send: 1}, Fault{Kind: Late, Delay: 200 * time.Millisecond, Send: 2})
 		c := pay("order-1")
-		c.within = 50 * time.Millisecond
-		require.Error(t, c.send(s).err)
+		c.from, c.within = effected(s, "order-1"), 50*time.Millisecond
+		require.ErrorIs(t, c.send(s).err, context.Canceled)
 		require.Len(t, s.Effects(), 1)
 		start := time.Now()
 		require.Equal(t, 201, pay("order-1").send(s).status)
@@ -56,16 +55,23 @@ func TestLateAnswerIsTooLateForTheClient(t *testing.T) {
 func TestLateBodyComesAfterItsHeaders(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
 		require.Equal(t, 201, pay("order-1").send(s).status)
-		inject(t, s, Fault{Kind: Late, Point: InBody, Delay: 200 * time.Millisecond})
-		resp, err := s.Client().Get(s.URL() + "/v1/payments/pay_1")
+		const endpoint = "GET /v1/payments/{id}"
+		inject(t, s, Fault{Kind: Late, Point: InBody, Delay: time.Hour, Endpoint: endpoint, Send: 1},
+			Fault{Kind: Late, Point: InBody, Delay: 200 * time.Millisecond, Endpoint: endpoint, Send: 2})
+		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+		defer cancel()
+		req, err := http.NewRequestWithContext(ctx, "GET", s.URL()+"/v1/payments/pay_1", nil)
 		require.NoError(t, err)
-		start := time.Now()
+		resp, err := s.Client().Do(req)
+		require.NoError(t, err, "the headers do not wait for the body")
 		require.Equal(t, 200, resp.StatusCode)
-		buffer := make([]byte, 1)
-		_, err = resp.Body.Read(buffer)
-		require.NoError(t, err)
-		require.Greater(t, time.Since(start), 50*time.Millisecond, "the headers came first")
 		require.NoError(t, resp.Body.Close())
+
+		start := time.Now()
+		r := call{method: "GET", path: "/v1/payments/pay_1"}.send(s)
+		require.NoError(t, r.bodyErr)
+		require.Equal(t, "pay_1", r.field(t, "id"))
+		require.GreaterOrEqual(t, time.Since(start), 200*time.Millisecond)
 	})
 }
 
@@ -86,13 +92,13 @@ func TestTrickleSendsByteByByte(t *testing.T) {
 
 func TestTrickleEndsWhenTheClientLeaves(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
-		inject(t, s, Fault{Kind: Trickle, Delay: 5 * time.Millisecond, Send: 1})
+		inject(t, s, Fault{Kind: Trickle, Delay: 100 * time.Millisecond, Send: 1}) // 14 s for the whole body
 		c := pay("order-1")
-		c.within = 100 * time.Millisecond
+		c.take = 1
 		r := c.send(s)
 		require.NoError(t, r.err)
 		require.Equal(t, 201, r.status)
-		require.Error(t, r.bodyErr)
+		require.ErrorIs(t, r.bodyErr, context.Canceled)
 		require.NotEmpty(t, r.body)
 		requireReplay(t, s, pay("order-1"))
 	})

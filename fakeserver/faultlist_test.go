@@ -1,6 +1,7 @@
 package fakeserver
 
 import (
+	"context"
 	"go/ast"
 	"go/parser"
 	"go/token"
@@ -179,28 +180,37 @@ func TestCopyAfterTheKeysEndExecutesAgain(t *testing.T) {
 
 func TestFirstAttemptArrivesAfterTheSecond(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
-		inject(t, s, Fault{Kind: SlowRead, Delay: time.Second, Send: 1})
-		first := pay("order-1")
-		first.within = 200 * time.Millisecond
-		require.Error(t, first.send(s).err)
-		require.Equal(t, 201, pay("order-1").send(s).status)
-		soon(t, func() bool { return s.Sends()[0].Replayed })
-		require.Len(t, s.Effects(), 1)
-		n := s.Sends()
-		require.Zero(t, n[0].Effect)
-		require.EqualValues(t, len(payments1999), n[0].BodyLen, "it did arrive")
-		require.True(t, n[0].Replayed)
-		require.Equal(t, 1, n[1].Effect)
+		longEnough(t, time.Second, func(delay time.Duration) bool {
+			key := "order " + delay.String()
+			sends := func() []Send { return s.Sends(Filter{Key: key}) }
+			inject(t, s, Fault{Kind: SlowRead, Delay: delay, Key: key, Send: 1})
+			first := pay(key)
+			first.from, first.within = func() bool { return len(sends()) == 1 }, 100*time.Millisecond
+			require.ErrorIs(t, first.send(s).err, context.Canceled)
+			require.Equal(t, 201, pay(key).send(s).status)
+			soon(t, func() bool { n := sends(); return !n[0].Ended.IsZero() && !n[1].Ended.IsZero() })
+			n := sends()
+			if n[1].Ended.Sub(n[0].At) >= delay {
+				return false
+			}
+			require.Len(t, s.Effects(Filter{Key: key}), 1)
+			require.Zero(t, n[0].Effect)
+			require.EqualValues(t, len(payments1999), n[0].BodyLen, "it did arrive")
+			require.True(t, n[0].Replayed)
+			require.NotZero(t, n[1].Effect)
+			return true
+		})
 	})
 }
 
 func TestAnswersAreLostForAWhile(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
 		inject(t, s, Fault{Kind: Hang, Point: AfterEffect, Times: 3})
-		for range 3 {
+		for i := range 3 {
 			c := pay("order-1")
-			c.within = 200 * time.Millisecond
-			require.Error(t, c.send(s).err)
+			c.within = 50 * time.Millisecond
+			c.from = func() bool { n := s.Sends(); return len(n) == i+1 && (n[i].Effect != 0 || n[i].Replayed) }
+			require.ErrorIs(t, c.send(s).err, context.Canceled)
 		}
 		require.Len(t, s.Effects(), 1)
 		requireReplay(t, s, pay("order-1"))
@@ -216,7 +226,7 @@ func TestRestartInTheMidstOfManyPayments(t *testing.T) {
 			c := pay(strings.Repeat("k", i+1))
 			c.client = client
 			group.Go(func() {
-				for range 100 {
+				for range ticks {
 					if c.send(s).status == 201 {
 						return
 					}

@@ -1,6 +1,7 @@
 package fakeserver
 
 import (
+	"context"
 	"net/http"
 	"strings"
 	"sync"
@@ -153,17 +154,19 @@ func TestQuotedKeys(t *testing.T) {
 func TestRunningKeyIsInProgress(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
 		require.NoError(t, s.Inject(Fault{Kind: Slow, Delay: 500 * time.Millisecond, Send: 1}))
-		first := make(chan reply)
-		go func() { first <- pay("order-1").send(s) }()
-		soon(t, func() bool { n := s.Sends(); return len(n) == 1 && n[0].BodySHA256 != "" })
-		time.Sleep(20 * time.Millisecond) // the key is reserved right after the body was read
-		busy := pay("order-1").send(s)
+		c, goOn := inTime(s, "order-1")
+		first := make(chan reply, 1)
+		go func() { first <- c.send(s) }()
+		soon(t, inProgress(s, "order-1"))
+		busy := c.send(s)
 		requireProblem(t, busy, 409, "idempotency-key-in-use")
 		require.Equal(t, "1", busy.header.Get("Retry-After"))
 		require.Empty(t, s.Effects())
+		goOn()
 		require.Equal(t, 201, (<-first).status)
-		requireReplay(t, s, pay("order-1"))
+		requireReplay(t, s, c)
 		require.Len(t, s.Effects(), 1)
+		require.GreaterOrEqual(t, s.Effects()[0].At.Sub(s.Sends()[0].At), 500*time.Millisecond)
 	})
 }
 
@@ -237,15 +240,32 @@ func TestServerThatIgnoresKeysChargesTwice(t *testing.T) {
 func TestClientThatLeavesDoesNotStopTheEffect(t *testing.T) {
 	inBothWorlds(t, func(t *testing.T, s *Server) {
 		require.NoError(t, s.Inject(Fault{Kind: Slow, Delay: 400 * time.Millisecond, Send: 1}))
-		impatient := pay("order-1")
-		impatient.within = 50 * time.Millisecond
-		require.Error(t, impatient.send(s).err)
+		left := leavingOfTheFirst(s)
+		c, goOn := inTime(s, "order-1")
+		impatient := c
+		impatient.from, impatient.within = inProgress(s, "order-1"), 50*time.Millisecond
+		require.ErrorIs(t, impatient.send(s).err, context.Canceled)
 		require.Empty(t, s.Effects())
-		requireProblem(t, pay("order-1").send(s), 409, "idempotency-key-in-use")
+		requireProblem(t, c.send(s), 409, "idempotency-key-in-use")
+		<-left
+		goOn()
 		soon(t, func() bool { return len(s.Effects()) == 1 })
+		soon(t, func() bool { return !s.Sends()[0].Ended.IsZero() })
 		require.Zero(t, s.Sends()[0].Status)
-		require.Equal(t, 201, requireReplay(t, s, pay("order-1")).status)
+		require.Equal(t, 201, requireReplay(t, s, c).status)
 	})
+}
+
+// leavingOfTheFirst is closed when the server has heard that the client of the first request is gone.
+func leavingOfTheFirst(s *Server) <-chan struct{} {
+	left := make(chan struct{})
+	var first sync.Once
+	serve := s.http.Handler
+	s.http.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		first.Do(func() { context.AfterFunc(r.Context(), func() { close(left) }) })
+		serve.ServeHTTP(w, r)
+	})
+	return left
 }
 
 func TestSecretsAreNotInTheSends(t *testing.T) {

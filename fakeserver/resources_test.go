@@ -7,6 +7,7 @@ import (
 	"io"
 	"math/rand"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -197,7 +198,10 @@ func TestUploadThatBreaksOffHasNoEffect(t *testing.T) {
 			_, err = s.Client().Do(req)
 			require.ErrorContains(t, err, "disk gone")
 		}
-		time.Sleep(20 * time.Millisecond) // the server may still be reading
+		time.Sleep(20 * time.Millisecond)
+		soon(t, func() bool { // the server may still be reading
+			return !slices.ContainsFunc(s.Sends(), func(n Send) bool { return n.Ended.IsZero() })
+		})
 		for _, n := range s.Sends() {
 			require.Zero(t, n.Status)
 			require.Empty(t, n.BodySHA256)

@@ -40,7 +40,7 @@ func TestCloseLeavesNoGoroutine(t *testing.T) {
 						c.send(s)
 					})
 				}
-				require.Eventually(t, func() bool { return len(s.Sends()) >= len(keys) }, 10*time.Second, time.Millisecond)
+				soon(t, func() bool { return len(s.Sends()) >= len(keys) })
 				s.Close()
 				s.Close()
 				group.Wait()

@@ -114,7 +114,7 @@ func TestOlderFaultsOverHTTP2(t *testing.T) {
 			"reset after":     {fault: Fault{Kind: Reset, Point: AfterEffect}, effect: 1, err: "."},
 			"close before":    {fault: Fault{Kind: Close}, err: "."},
 			"close after":     {fault: Fault{Kind: Close, Point: AfterEffect}, effect: 1, err: "."},
-			"hang":            {fault: Fault{Kind: Hang, Point: AfterEffect}, effect: 1, err: "deadline"},
+			"hang":            {fault: Fault{Kind: Hang, Point: AfterEffect}, effect: 1, err: "canceled"},
 			"status":          {fault: Fault{Kind: Status, Status: 503}, status: 503},
 			"early":           {fault: Fault{Kind: EarlyAnswer}, status: 503},
 			"slow":            {fault: Fault{Kind: Slow, Delay: 10 * time.Millisecond}, effect: 1, status: 201},
@@ -136,8 +136,11 @@ func TestOlderFaultsOverHTTP2(t *testing.T) {
 		} {
 			require.NoError(t, s.Script(name, c.fault), name)
 			p := pay(name)
-			if k := c.fault.Kind; k == Hang || k == Flood || k == Endless {
-				p.within = 300 * time.Millisecond
+			switch c.fault.Kind {
+			case Hang, Flood:
+				p.from, p.within = effected(s, name), 50*time.Millisecond
+			case Endless:
+				p.take = 1
 			}
 			r := p.send(s)
 			require.Len(t, s.Effects(Filter{Key: name}), c.effect, name)
@@ -244,7 +247,12 @@ func TestFrozenConnectionSwallowsWhatIsSent(t *testing.T) {
 		for _, key := range []string{"first", "second", "third"} {
 			c := pay(key)
 			c.within = 300 * time.Millisecond
-			require.ErrorIs(t, c.send(s).err, context.DeadlineExceeded)
+			want := context.DeadlineExceeded
+			if key == "first" { // it leaves when the connection is frozen
+				want = context.Canceled
+				c.from = func() bool { n := s.Sends(Filter{Key: key}); return len(n) == 1 && !n[0].Ended.IsZero() }
+			}
+			require.ErrorIs(t, c.send(s).err, want)
 		}
 		require.Len(t, s.Effects(), 1)
 		require.Len(t, s.Sends(), 2, "what is sent on the dead connection is heard by nobody")
@@ -255,16 +263,16 @@ func TestFrozenConnectionSwallowsWhatIsSent(t *testing.T) {
 }
 
 func TestConnectionsThatFailBeforeAnyRequest(t *testing.T) {
-	timeout := func(err error) bool { var e net.Error; return errors.As(err, &e) && e.Timeout() }
+	silence := func(err error) bool { return errors.Is(err, context.Canceled) } // until the client leaves
 	overTLS(t, func(t *testing.T, s *Server) {
 		for f, check := range map[ConnFault]func(error) bool{
 			NoHost:           func(err error) bool { var e *net.DNSError; return errors.As(err, &e) && e.IsNotFound },
 			NoNameServer:     func(err error) bool { var e *net.DNSError; return errors.As(err, &e) && e.IsTemporary },
 			Refused:          func(err error) bool { return strings.Contains(err.Error(), "refused") },
-			BlackHole:        timeout,
+			BlackHole:        silence,
 			AcceptReset:      func(err error) bool { return err != nil },
 			AcceptClose:      func(err error) bool { return err != nil },
-			AcceptSilence:    timeout,
+			AcceptSilence:    silence,
 			HandshakeAlert:   func(err error) bool { return strings.Contains(err.Error(), "remote error: tls:") },
 			UnknownAuthority: func(err error) bool { var e x509.UnknownAuthorityError; return errors.As(err, &e) },
 			ExpiredCertificate: func(err error) bool {
@@ -272,12 +280,12 @@ func TestConnectionsThatFailBeforeAnyRequest(t *testing.T) {
 				return errors.As(err, &e) && e.Reason == x509.Expired
 			},
 			WrongName:  func(err error) bool { var e x509.HostnameError; return errors.As(err, &e) },
-			NoSettings: timeout,
+			NoSettings: silence,
 		} {
 			c := pay(string(f))
 			c.client = &http.Client{Transport: s.Transport()}
 			if f == BlackHole || f == AcceptSilence || f == NoSettings {
-				c.within = 100 * time.Millisecond
+				c.from, c.within = scriptLeft(s, 0), 100*time.Millisecond
 			}
 			require.NoError(t, s.ScriptConns(f), f)
 			err := c.send(s).err
@@ -285,7 +293,7 @@ func TestConnectionsThatFailBeforeAnyRequest(t *testing.T) {
 			require.True(t, check(err), "%s: %v", f, err)
 			require.Empty(t, s.Effects(Filter{Key: c.key}), f)
 			c.client = &http.Client{Transport: s.Transport()}
-			c.within = 0
+			c.from, c.within = nil, 0
 			require.Equal(t, 201, c.send(s).status, f)
 		}
 	})
@@ -296,11 +304,11 @@ func TestWindowOfZeroTakesNoBody(t *testing.T) {
 		require.NoError(t, s.ScriptConns(NoWindow))
 		require.Equal(t, 404, call{method: "GET", path: "/warm-up"}.send(s).status, "by now the client knows the window")
 		c := pay("order-1")
-		c.within = 300 * time.Millisecond
-		require.Error(t, c.send(s).err)
+		c.from, c.within = func() bool { return len(s.Sends(Filter{Key: c.key})) == 1 }, 300*time.Millisecond
+		require.ErrorIs(t, c.send(s).err, context.Canceled)
 		require.Empty(t, s.Effects())
 		require.Zero(t, s.Sends(Filter{Key: "order-1"})[0].BodyLen)
-		c.client, c.within = &http.Client{Transport: s.Transport()}, 0
+		c.client, c.from, c.within = &http.Client{Transport: s.Transport()}, nil, 0
 		require.Equal(t, 201, c.send(s).status)
 	})
 }
@@ -310,10 +318,14 @@ func TestOneStreamAtATime(t *testing.T) {
 		require.NoError(t, s.ScriptConns(OneStream))
 		require.Equal(t, 201, pay("warm-up").send(s).status)
 		inject(t, s, Fault{Kind: Slow, Delay: 50 * time.Millisecond, Key: "slow", Send: 1})
-		ended := make(chan reply)
-		go func() { ended <- pay("slow").send(s) }()
-		soon(t, func() bool { return len(s.Sends()) == 2 })
-		require.Equal(t, 201, pay("next").send(s).status)
+		slow, goOn := inTime(s, "slow")
+		ended := make(chan reply, 1)
+		go func() { ended <- slow.send(s) }()
+		soon(t, inProgress(s, "slow"))
+		next := pay("next")
+		next.within = 30 * time.Second // behind the slow one it would wait for ever
+		require.Equal(t, 201, next.send(s).status)
+		goOn()
 		require.Equal(t, 201, (<-ended).status)
 		require.NotEqual(t, s.Sends()[1].Conn, s.Sends()[2].Conn, "the second stream needs a second connection")
 	})
@@ -329,7 +341,7 @@ func TestConnectionFaultsWithoutTLS(t *testing.T) {
 				c := pay(string(f))
 				c.client = &http.Client{Transport: s.Transport()}
 				if status == 0 {
-					c.within = 300 * time.Millisecond
+					c.from, c.within = scriptLeft(s, 0), 100*time.Millisecond
 				}
 				require.Equal(t, status, c.send(s).status, f)
 			}
@@ -341,10 +353,13 @@ func TestConnectionFaultsWithoutTLS(t *testing.T) {
 
 func TestRestartOverHTTP2(t *testing.T) {
 	overTLS(t, func(t *testing.T, s *Server) {
-		require.Equal(t, 201, pay("order-1").send(s).status)
+		client := countConns(s)
+		c := pay("order-1")
+		c.client = client.Client
+		require.Equal(t, 201, c.send(s).status)
 		s.Restart()
-		time.Sleep(20 * time.Millisecond)
-		requireReplay(t, s, pay("order-1"))
+		soon(t, client.none)
+		requireReplay(t, s, c)
 		require.NotEqual(t, s.Sends()[0].Conn, s.Sends()[1].Conn)
 	})
 }
@@ -392,13 +407,17 @@ func TestCloseOverTLSLeavesNoGoroutine(t *testing.T) {
 	require.NoError(t, s.ScriptConns(AcceptSilence, NoSettings, BlackHole))
 	tunnel := s.Transport()
 	tunnel.Proxy = http.ProxyURL(s.Proxy(0, -1))
-	for _, transport := range []*http.Transport{s.Transport(), s.Transport(), s.Transport(), tunnel, tunnel} {
+	for i, transport := range []*http.Transport{s.Transport(), s.Transport(), s.Transport(), tunnel, tunnel} {
 		group.Go(func() {
 			c := pay("lost")
 			c.client, c.within = &http.Client{Transport: transport}, time.Minute
 			c.send(s)
 		})
-		time.Sleep(20 * time.Millisecond)
+		if i < 3 {
+			soon(t, scriptLeft(s, 2-i)) // each meets the fault that is meant for it
+		} else {
+			time.Sleep(20 * time.Millisecond)
+		}
 	}
 	s.Close()
 	group.Wait()

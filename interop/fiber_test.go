@@ -29,12 +29,17 @@ type fiberServer struct {
 	effects
 	handle atomic.Pointer[func(c fiber.Ctx, made func()) error] // nil: charge and say 201
 	calls  atomic.Int32
+	came   atomic.Int32 // requests, before the middleware
 }
 
 func fiberBehindRelay(t *testing.T) *fiberServer {
 	t.Helper()
 	s := &fiberServer{}
 	app := fiber.New()
+	app.Use(func(c fiber.Ctx) error {
+		s.came.Add(1)
+		return c.Next()
+	})
 	app.Use(idempotency.New())
 	charge := func(c fiber.Ctx) error {
 		var in struct {
@@ -61,7 +66,7 @@ func fiberBehindRelay(t *testing.T) *fiberServer {
 		_ = app.Listener(l, fiber.ListenConfig{DisableStartupMessage: true})
 	}()
 	t.Cleanup(func() {
-		_ = app.ShutdownWithTimeout(time.Second)
+		_ = app.ShutdownWithTimeout(30 * time.Second)
 		<-ended
 	})
 	s.relay = inFront(t, l.Addr().String())
@@ -109,14 +114,24 @@ func TestFiberCalledTwiceForOneOperationChargesOnce(t *testing.T) {
 // It has no 409: who comes second waits behind a lock for the first.
 func TestFiberHoldsTheRetryUntilTheFirstHasEnded(t *testing.T) {
 	s := fiberBehindRelay(t)
+	first := make(chan struct{})
+	end := sync.OnceFunc(func() { close(first) })
+	defer end()
 	s.answers(func(c fiber.Ctx, made func()) error {
-		time.Sleep(400 * time.Millisecond)
+		<-first
 		made()
 		return c.SendStatus(fiber.StatusCreated)
 	})
 	rt := overFiber(t)
-	rt.Policy.AttemptTimeout = 150 * time.Millisecond
-	c := post(t, t.Context(), rt, s.url()+"/charges", charge("order-1"))
+	over := make(chan call, 1)
+	go func() { over <- post(t, t.Context(), rt, s.url()+"/charges", charge("order-1")) }()
+	soon(t, func() bool { return s.calls.Load() == 1 })
+	s.cut()
+	soon(t, func() bool { return s.came.Load() == 2 })
+	time.Sleep(100 * time.Millisecond) // in which it would run, if nothing held it
+	require.EqualValues(t, 1, s.calls.Load())
+	end()
+	c := <-over
 	require.Equal(t, 1, s.of("order-1"))
 	require.NoError(t, c.err)
 	require.Equal(t, idem.Executed, c.report.Outcome)

@@ -18,12 +18,15 @@ import (
 	"github.com/idem-go/idem/fakeserver"
 )
 
-// policy is short, because all servers here are on real sockets, and has no
-// budget: losing every other answer is what the tests are for.
+// policy waits for short times, because all servers here are on real sockets, and has no
+// budget: losing every other answer is what the tests are for. What ends an
+// attempt is an event and never its limit: that and the number of waits for an operation in
+// progress are large, so that a slow server is waited for.
 func policy() idem.Policy {
 	return idem.Policy{
 		MaxAttempts:    6,
-		AttemptTimeout: 5 * time.Second,
+		AttemptTimeout: time.Minute,
+		MaxInProgress:  1000,
 		BackoffBase:    2 * time.Millisecond,
 		BackoffCap:     20 * time.Millisecond,
 		ThrottleBase:   10 * time.Millisecond,
@@ -90,6 +93,14 @@ func post(t *testing.T, ctx context.Context, rt http.RoundTripper, url, body str
 	return c
 }
 
+// soon waits until it is so. On a machine with too much to do that may take a while.
+func soon(t *testing.T, is func() bool) {
+	t.Helper()
+	for start := time.Now(); !is(); time.Sleep(5 * time.Millisecond) {
+		require.Less(t, time.Since(start), 30*time.Second, "it does not happen")
+	}
+}
+
 // charge is the body of a charge at the foreign servers.
 func charge(reference string) string {
 	return fmt.Sprintf(`{"amount":1999,"currency":"usd","reference":%q}`, reference)
@@ -104,7 +115,7 @@ type relay struct {
 	mu   sync.Mutex // guards what follows
 	lose func() bool
 	lost int
-	open map[net.Conn]bool
+	open map[net.Conn]bool // true: a client's
 	busy sync.WaitGroup
 }
 
@@ -158,11 +169,21 @@ func (r *relay) losesThis() bool {
 	return true
 }
 
-func (r *relay) hold(conns ...net.Conn) {
+func (r *relay) hold(client, server net.Conn) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for _, c := range conns {
-		r.open[c] = true
+	r.open[client], r.open[server] = true, false
+}
+
+// cut resets the connections of all clients. What the server does for them goes on.
+func (r *relay) cut() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for c, clients := range r.open {
+		if clients {
+			_ = c.(*net.TCPConn).SetLinger(0)
+			_ = c.Close()
+		}
 	}
 }
 

@@ -283,7 +283,7 @@ func TestStripeClientWithItsOwnRetriesIsReported(t *testing.T) {
 			_, err := stripeClient(s, rt, stripe.DefaultMaxNetworkRetries).V1PaymentIntents.
 				Create(idem.WithReport(context.Background(), &report), intent(1999))
 			// A client that gave up too early is ahead of the effect.
-			require.Eventually(t, func() bool { return len(s.Effects(intents)) > 0 }, 5*time.Second, 10*time.Millisecond)
+			require.Eventually(t, func() bool { return len(s.Effects(intents)) > 0 }, 30*time.Second, 10*time.Millisecond)
 			sends := s.Sends(intents)
 			require.Len(t, s.Effects(intents), 1)
 			requireOneKey(t, sends)

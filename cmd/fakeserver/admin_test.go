@@ -33,6 +33,7 @@ func TestTheLedgerIsFilteredByReferenceCallerAndKey(t *testing.T) {
 	}
 	requireProblem(t, c.ask(t, "GET", "/_fake/effects?ref=order-1", ""), 400, "invalid-request")
 
+	c.settled(t)
 	sends := list(t, c.ask(t, "GET", "/_fake/sends", "", "Authorization", "Bearer spy"))
 	require.Len(t, sends, 3, "the admin interface is no send")
 	require.Equal(t, sends[2:], list(t, c.ask(t, "GET", "/_fake/sends?after=2", "")))
@@ -220,6 +221,7 @@ func (c *command) pass(t *testing.T) {
 
 func (c *command) verdict(t *testing.T, operation string) string {
 	t.Helper()
+	c.settled(t)
 	page := c.ask(t, "GET", "/_fake/live", "").body
 	m := regexp.MustCompile(`(?s)</span> ` + regexp.QuoteMeta(operation) + `.*?class="verdict (\w+)">([^<]*)<`).FindStringSubmatch(page)
 	require.NotNil(t, m, "%s is not on the page", operation)

@@ -1,9 +1,11 @@
 package main
 
 import (
+	"context"
 	"net/http"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -157,7 +159,7 @@ func TestWhatTheClientSawIsTrueForEveryFault(t *testing.T) {
 		`{"kind":"big-headers","bytes":65536}`:                      "200 OK, headers beyond measure",
 		`{"kind":"extra"}`:                                          "201 Created, and a second answer",
 		`{"kind":"html","status":200,"point":"after-effect"}`:       "200 OK, by the fault",
-		`{"kind":"slow","delay":"700ms"}`:                           "no answer: the client left within",
+		`{"kind":"slow","delay":"5s"}`:                              "no answer: the client left within",
 		`{"kind":"status","status":503}`:                            "503 Service Unavailable",
 		`{"kind":"stored-failure"}`:                                 "500 Internal Server Error",
 		`{"kind":"html","point":"after-effect"}`:                    "502 Bad Gateway",
@@ -178,12 +180,20 @@ func TestWhatTheClientSawIsTrueForEveryFault(t *testing.T) {
 			require.NoError(t, s.Inject(faults...))
 			ended := make(chan fakeserver.Send, 10)
 			s.Watch(func(n fakeserver.Send) { ended <- n })
-			client := *s.Client()
-			client.Timeout = 500 * time.Millisecond
-			req := request(t, s.URL())
-			if resp, err := client.Do(req); err == nil {
-				_ = resp.Body.Close()
+			ctx, leave := context.WithTimeout(t.Context(), time.Minute)
+			defer leave()
+			var client sync.WaitGroup
+			client.Go(func() {
+				if resp, err := s.Client().Do(request(t, s.URL()).WithContext(ctx)); err == nil {
+					_ = resp.Body.Close() // where more is to come, the client leaves with this
+				}
+			})
+			if strings.Contains(want, "the client left") || want == "early hints, no answer" {
+				soon(t, func() bool { n := s.Sends(); return len(n) == 1 && n[0].BodySHA256 != "" })
+				time.Sleep(50 * time.Millisecond) // or the server would end by itself
+				leave()
 			}
+			client.Wait()
 			n := <-ended
 			for n.Duplicate {
 				n = <-ended

@@ -17,7 +17,6 @@ import (
 	"net/http"
 	"os"
 	"strings"
-	"time"
 
 	"github.com/idem-go/idem"
 	"github.com/idem-go/idem/fakeserver"
@@ -55,7 +54,6 @@ func run(w io.Writer) error {
 	client := &http.Client{Transport: &idem.Transport{
 		Base:    hotel.Transport(),
 		Dialect: hotelDialect(),
-		Policy:  idem.Policy{AttemptTimeout: 2 * time.Second},
 	}}
 	url := hotel.URL() + "/v1/hotels/ritz/reservations"
 	say := func(format string, args ...any) { _, _ = fmt.Fprintf(w, format+"\n", args...) }

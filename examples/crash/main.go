@@ -33,6 +33,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -99,6 +100,7 @@ func run(w io.Writer, o options, progress payrun.Progress) error {
 		server: server, journal: filepath.Join(dir, "idem.db"),
 		random: rand.New(rand.NewPCG(uint64(o.seed), 0)), claims: map[string][]Claim{},
 	}
+	server.Watch(s.hold)
 	began := time.Now()
 	stop := follow(progress, func() string {
 		return fmt.Sprintf("%d of %d kills, %d of %d payments acknowledged, %d resumed, %.1fs",
@@ -157,7 +159,45 @@ type street struct {
 	claims map[string][]Claim // of each
 	deaths []time.Time
 
+	mu     sync.Mutex // guards victim
+	victim victim
+
 	kills, acknowledged, resumed atomic.Int64 // for the progress
+}
+
+// victim is the operation in the middle of which the shop is to be killed.
+type victim struct {
+	from int           // the number of a send; 0: there is none
+	key  string        // of the first one that ends from then on; "": none has
+	dead chan struct{} // closed when the shop is
+}
+
+// hold keeps back the answers of the victim until the shop is dead. So there is always
+// something to be resumed, though the kill may come late on a slow machine.
+func (s *street) hold(send fakeserver.Send) {
+	s.mu.Lock()
+	if v := &s.victim; v.from > 0 && send.N >= v.from && v.key == "" {
+		v.key = send.Key
+	}
+	v := s.victim
+	s.mu.Unlock()
+	if v.key == send.Key && v.dead != nil {
+		<-v.dead
+	}
+}
+
+// aim chooses the victim, by the number of a send.
+func (s *street) aim(from int) (dead func()) {
+	v := victim{from: from, dead: make(chan struct{})}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.victim = v
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.victim = victim{}
+		close(v.dead)
+	}
 }
 
 // lives lets the shop live and die, and at last come to its end.
@@ -205,12 +245,15 @@ func (s *street) life(kill bool) error {
 	if err != nil {
 		return err
 	}
-	before := len(s.server.Sends())
+	target := len(s.server.Sends()) + 1 + s.random.IntN(perRound)
+	if kill {
+		defer s.aim(target)()
+	}
 	if err := child.Start(); err != nil {
 		return err
 	}
 	killed, ended := make(chan bool), make(chan struct{})
-	go func() { killed <- kill && s.strike(child, before, ended) }()
+	go func() { killed <- kill && s.strike(child, target, ended) }()
 
 	lines := bufio.NewScanner(claims)
 	for lines.Scan() {
@@ -246,10 +289,9 @@ func (s *street) life(kill bool) error {
 
 // strike kills the shop within an operation: a moment after some send, of a
 // resume or of a call, has arrived at the server.
-func (s *street) strike(child *exec.Cmd, before int, ended <-chan struct{}) bool {
-	sends := 1 + s.random.IntN(perRound)
+func (s *street) strike(child *exec.Cmd, target int, ended <-chan struct{}) bool {
 	moment := time.Duration(s.random.Int64N(int64(20 * time.Millisecond)))
-	for len(s.server.SendsAfter(before)) < sends {
+	for len(s.server.SendsAfter(target-1)) == 0 {
 		select {
 		case <-ended:
 			return false

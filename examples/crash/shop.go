@@ -48,7 +48,7 @@ func shop(journalPath, server string, in io.Reader, out io.Writer) error {
 		Journal: j,
 		Dialect: dialect,
 		Policy: idem.Policy{
-			AttemptTimeout: 300 * time.Millisecond, // the server is near: it answers at once or not at all
+			AttemptTimeout: 2 * time.Second, // the server is near: it answers soon or not at all
 			BackoffBase:    20 * time.Millisecond,
 			BackoffCap:     time.Second,
 			ThrottleBase:   50 * time.Millisecond,

@@ -34,7 +34,7 @@ import (
 // day is what this example takes for 24 hours, so that you need not wait for
 // one: the provider remembers a key for so long, and the next run comes after
 // it. The timeouts below are short because of it.
-const day = 5 * time.Second
+const day = 8 * time.Second
 
 var subscriptions = []string{"sub-1", "sub-2", "sub-3", "sub-4", "sub-5"}
 

@@ -18,7 +18,6 @@ import (
 	"net/http"
 	"os"
 	"strings"
-	"time"
 
 	"github.com/idem-go/idem"
 	"github.com/idem-go/idem/fakeserver"
@@ -44,7 +43,6 @@ func run(w io.Writer) error {
 	client := &http.Client{Transport: &idem.Transport{
 		Base:    bank.Transport(),
 		Dialect: dialect,
-		Policy:  idem.Policy{AttemptTimeout: 2 * time.Second},
 	}}
 	url := bank.URL() + "/v1/payments"
 	say := func(format string, args ...any) { _, _ = fmt.Fprintf(w, format+"\n", args...) }

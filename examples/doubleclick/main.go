@@ -94,7 +94,7 @@ func replica(in io.Reader, out io.Writer, provider, file string) error {
 
 func pay(client *idem.Client, provider, order string) (c click) {
 	c.Order = order
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	// The click's own identity would be wrong here: two clicks are two ids. The
 	// payment attempt is a row of the order, made when the page was shown.

@@ -281,7 +281,7 @@ func run(w io.Writer) error {
 	}
 
 	say("")
-	say("Again. Nothing is left to do.")
+	say("Again. Then nothing is left to do.")
 	if err := start("resume", ""); err != nil {
 		return err
 	}

@@ -33,6 +33,11 @@ func TestAnOrderAndItsChargeAreCommittedTogetherThroughThreeCrashes(t *testing.T
 	require.Contains(t, first, "  order-1: charged, paid with pay_1\n  order-2: charged, and nobody has written it down")
 	require.NotContains(t, first, "order-4")
 	require.Contains(t, second, "  order-2: was charged, the answer again, paid with pay_2")
-	require.Contains(t, second, "  order-4: charged, paid with pay_3\n")
-	require.Contains(t, third, "  seen 0: ", "the rolled back order left a charge behind, or a paid one was not finished")
+	// A claim that is still held is waited for behind all others. If it ended before the start, its
+	// entry is the oldest, and comes, with the crash behind it, before order-4.
+	if last := "  order-4: charged, paid with pay_3\n"; strings.Contains(second, last) {
+		require.Contains(t, third, "  seen 0: ", "the rolled back order left a charge behind, or a paid one was not finished")
+	} else {
+		require.Contains(t, third, last+"  seen 1: done 1, ", "the rolled back order left a charge behind, or a paid one was not finished")
+	}
 }

@@ -20,7 +20,6 @@ import (
 	"net/http"
 	"os"
 	"strings"
-	"time"
 
 	"github.com/idem-go/idem"
 	"github.com/idem-go/idem/fakeserver"
@@ -39,10 +38,7 @@ func run(w io.Writer) error {
 		return err
 	}
 	defer server.Close()
-	client := idem.NewClient(&idem.Transport{
-		Base:   server.Transport(),
-		Policy: idem.Policy{AttemptTimeout: 2 * time.Second},
-	})
+	client := idem.NewClient(&idem.Transport{Base: server.Transport()})
 	say := func(format string, args ...any) { _, _ = fmt.Fprintf(w, format+"\n", args...) }
 
 	paid := idem.WithOperation(context.Background(), idem.Operation{Name: "payment", ID: "order-77/1"})

@@ -130,7 +130,7 @@ func newReplica(file string, secret journal.Secret, provider *fakeserver.Server,
 	r.client = &http.Client{Transport: &idem.Transport{
 		Base: provider.Transport(),
 		Policy: idem.Policy{
-			AttemptTimeout: 300 * time.Millisecond, MaxElapsed: 20 * time.Second,
+			AttemptTimeout: 500 * time.Millisecond, MaxElapsed: 20 * time.Second,
 			BackoffBase: 20 * time.Millisecond, BackoffCap: time.Second, ThrottleBase: 50 * time.Millisecond,
 			Budget: &idem.Budget{Capacity: 400}, // all workers fail often, at one origin
 		},
@@ -178,7 +178,7 @@ func (r *replica) ship(w http.ResponseWriter, req *http.Request, h *happened) {
 		w.WriteHeader(http.StatusInternalServerError)
 		return
 	}
-	if h.chance(5) {
+	if h.chance(10) {
 		h.count("shop: died after the commit")
 		panic(http.ErrAbortHandler) // the provider hears nothing and delivers again
 	}
@@ -252,7 +252,7 @@ func run(w io.Writer, o options) (err error) {
 		}
 		shop[i].hooks.ServeHTTP(w, r)
 	})
-	schedule := slices.Repeat([]time.Duration{100 * time.Millisecond}, 30)
+	schedule := slices.Repeat([]time.Duration{100 * time.Millisecond}, 300)
 	if err := provider.Register(fakeserver.Endpoint{Name: "shop", Handler: balancer, Secrets: []string{endpointSecret}, Schedule: schedule, TimeInBody: true}); err != nil {
 		return err
 	}

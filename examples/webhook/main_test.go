@@ -18,9 +18,9 @@ func TestMain(m *testing.M) {
 func TestEveryOrderIsChargedAndShippedOnceThoughBothWaysFail(t *testing.T) {
 	for rate, seen := range map[float64][]string{0: nil, 0.5: {"  lost-answer", "  forged", "  twice", "shop: died after the commit", "deliveries already done"}} {
 		var out strings.Builder
-		err := run(&out, options{n: 60, workers: 12, seed: 7, rate: rate})
+		err := run(&out, options{n: 100, workers: 12, seed: 7, rate: rate})
 		require.NoError(t, err, out.String())
-		require.True(t, strings.HasSuffix(out.String(), "\norders=60 shipments=60 doubled=0 lost=0\n"), out.String())
+		require.True(t, strings.HasSuffix(out.String(), "\norders=100 shipments=100 doubled=0 lost=0\n"), out.String())
 		for _, what := range seen {
 			require.Contains(t, strings.Join(strings.Fields(out.String()), " "), strings.TrimSpace(what))
 		}

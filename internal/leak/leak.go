@@ -11,7 +11,7 @@ import (
 )
 
 // Run runs the tests and then, if they passed, looks for goroutines that are
-// left after 5 s; before it looks, it calls closers, which close what is idle. The
+// left after 30 s; before it looks, it calls closers, which close what is idle. The
 // result is for os.Exit, in a TestMain.
 func Run(m *testing.M, closers ...func()) int {
 	code := m.Run()
@@ -28,10 +28,13 @@ func Run(m *testing.M, closers ...func()) int {
 	return 0
 }
 
-// goroutines waits up to 5 s for all goroutines but the caller's to end.
+// patience is that of a machine with too much to do; only a leak takes all of it.
+const patience = 30 * time.Second
+
+// goroutines waits for all goroutines but the caller's to end, as long as patience lasts.
 func goroutines() string {
 	var left []string
-	for range 100 {
+	for start := time.Now(); ; {
 		buf := make([]byte, 1<<20)
 		buf = buf[:runtime.Stack(buf, true)]
 		left = left[:0]
@@ -44,7 +47,9 @@ func goroutines() string {
 		if len(left) == 0 {
 			return ""
 		}
+		if time.Since(start) > patience {
+			return strings.Join(left, "\n\n")
+		}
 		time.Sleep(50 * time.Millisecond) // between two looks
 	}
-	return strings.Join(left, "\n\n")
 }

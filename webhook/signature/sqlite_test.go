@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -140,10 +141,10 @@ func (b *inbox) ship(r *http.Request) error {
 	if !ok {
 		return errors.New("no entry")
 	}
-	ctx := r.Context()
 	if b.middle != nil {
 		b.middle(r)
 	}
+	ctx := r.Context() // which the middle may have changed
 	tx, err := b.j.DB().BeginTx(ctx, nil)
 	if err != nil {
 		return err
@@ -174,7 +175,7 @@ func shipments(t *testing.T, j *sqljournal.Journal, event string) (n int) {
 }
 
 func TestTheMarkAndTheEffectAreCommittedTogether(t *testing.T) {
-	b, h := newInbox(t, t.TempDir(), 200*time.Millisecond)
+	b, h := newInbox(t, t.TempDir(), time.Minute)
 	defer func() { require.NoError(t, b.j.Close()) }()
 
 	w := deliver(t, h, "msg_1", "{}")
@@ -213,28 +214,32 @@ func TestTheMarkAndTheEffectAreCommittedTogether(t *testing.T) {
 
 // What the package comment of webhook warns of.
 func TestATransactionThatStaysOpenStopsOtherEventsAndItsOwnRenewal(t *testing.T) {
-	j := open(t, t.TempDir(), sqljournal.Options{Lease: 500 * time.Millisecond, BusyTimeout: 20 * time.Millisecond})
-	defer func() { require.NoError(t, j.Close()) }()
-	other := &webhook.Handler{Journal: j, Source: "shop", Verify: standard(t, secretOne), Next: http.NotFoundHandler()}
-	slow := *other
-	var finish error
-	slow.Next = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		ctx := r.Context()
-		tx, err := j.DB().BeginTx(ctx, nil)
-		require.NoError(t, err)
-		defer func() { _ = tx.Rollback() }() // the end of ctx does it too
-		require.Equal(t, http.StatusServiceUnavailable, deliver(t, other, "msg_2", "{}").Code)
-		<-ctx.Done()
-		require.ErrorIs(t, context.Cause(ctx), journal.ErrClaimLost)
-		entry, ok := webhook.EntryOf(ctx)
-		require.True(t, ok)
-		_, finish = j.FinishTx(ctx, tx, entry, journal.Done, journal.Note{})
-		http.Error(w, "too late", http.StatusInternalServerError)
+	folder := t.TempDir()
+	synctest.Test(t, func(t *testing.T) {
+		j := open(t, folder, sqljournal.Options{BusyTimeout: 20 * time.Millisecond})
+		defer func() { require.NoError(t, j.Close()) }()
+		other := &webhook.Handler{Journal: j, Source: "shop", Verify: standard(t, secretOne), Next: http.NotFoundHandler()}
+		slow := *other
+		var finish error
+		slow.Next = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			ctx := r.Context()
+			tx, err := j.DB().BeginTx(ctx, nil)
+			require.NoError(t, err)
+			defer func() { _ = tx.Rollback() }() // the end of ctx does it too
+			require.Equal(t, http.StatusServiceUnavailable, deliver(t, other, "msg_2", "{}").Code)
+			<-ctx.Done()
+			require.ErrorIs(t, context.Cause(ctx), journal.ErrClaimLost)
+			entry, ok := webhook.EntryOf(ctx)
+			require.True(t, ok)
+			_, finish = j.FinishTx(ctx, tx, entry, journal.Done, journal.Note{})
+			http.Error(w, "too late", http.StatusInternalServerError)
+		})
+		require.Equal(t, http.StatusInternalServerError, deliver(t, &slow, "msg_1", "{}").Code)
+		require.Error(t, finish)
+		synctest.Wait() // the end of ctx rolls back beside everything else
+		require.Equal(t, http.StatusNotFound, deliver(t, other, "msg_1", "{}").Code, "it can be handled again")
+		require.Equal(t, http.StatusNotFound, deliver(t, other, "msg_2", "{}").Code)
 	})
-	require.Equal(t, http.StatusInternalServerError, deliver(t, &slow, "msg_1", "{}").Code)
-	require.Error(t, finish)
-	require.Equal(t, http.StatusNotFound, deliver(t, other, "msg_1", "{}").Code, "it can be handled again")
-	require.Equal(t, http.StatusNotFound, deliver(t, other, "msg_2", "{}").Code)
 }
 
 // What FinishTx says of an entry that is no claim of its journal.
@@ -266,9 +271,9 @@ func TestAnEntryOfNoClaimIsRefusedByFinishTx(t *testing.T) {
 // else has by now, cannot commit: its effect is rolled back.
 func TestALateOwnerCannotCommitItsEffect(t *testing.T) {
 	folder := t.TempDir()
-	late, lateHandler := newInbox(t, folder, 200*time.Millisecond)
+	late, lateHandler := newInbox(t, folder, 200*time.Millisecond) // the end of the lease is waited for
 	defer func() { require.NoError(t, late.j.Close()) }()
-	other, handler := newInbox(t, folder, 200*time.Millisecond) // another process, for all that SQLite knows
+	other, handler := newInbox(t, folder, time.Minute) // another process, for all that SQLite knows
 	defer func() { require.NoError(t, other.j.Close()) }()
 
 	lateHandler.Journal = stopped{late.j} // a process that is stopped renews nothing
@@ -286,6 +291,25 @@ type stopped struct{ journal.Journal }
 
 func (stopped) Renew(context.Context, journal.Entry, journal.Note) (journal.Entry, error) {
 	return journal.Entry{}, io.ErrUnexpectedEOF
+}
+
+// drowsy is the journal of a process that sleeps now and then, and renews nothing meanwhile.
+type drowsy struct {
+	journal.Journal
+	asleep atomic.Int32 // so many of its handlers sleep
+}
+
+func (d *drowsy) sleep(t time.Duration) {
+	d.asleep.Add(1)
+	defer d.asleep.Add(-1)
+	time.Sleep(t)
+}
+
+func (d *drowsy) Renew(ctx context.Context, e journal.Entry, n journal.Note) (journal.Entry, error) {
+	if d.asleep.Load() > 0 {
+		return journal.Entry{}, io.ErrUnexpectedEOF
+	}
+	return d.Journal.Renew(ctx, e, n)
 }
 
 // Deliveries, 3 of 10 of them duplicates, to 4 replicas that share a file. They
@@ -309,18 +333,27 @@ func TestAStormOverSQLiteCommitsEachEffectOnce(t *testing.T) {
 		return hit
 	}
 	folder := t.TempDir()
-	const lease = 300 * time.Millisecond
+	const lease = time.Second // renewed, so that a slow disk alone loses no claim
 	var handlers []*webhook.Handler
 	var boxes []*inbox
+	var send func(id string) (status int)
+	var takers sync.WaitGroup
 	for range 4 {
 		b, h := newInbox(t, folder, lease)
 		defer func() { require.NoError(t, b.j.Close()) }()
+		j := &drowsy{Journal: b.j} // who sleeps renews nothing, as if the whole process was stopped
+		h.Journal = j
 		b.middle = func(r *http.Request) {
 			switch {
 			case chance("panicked before the commit", 30):
 				panic(http.ErrAbortHandler)
 			case chance("slept", 5):
-				time.Sleep(2 * lease)                                   // beyond its lease; in real time, as four connections wait for each other's locks
+				e, _ := webhook.EntryOf(r.Context())
+				takers.Go(func() { // so that somebody takes it over meanwhile
+					time.Sleep(3 * lease / 2)
+					send(e.ID)
+				})
+				j.sleep(2 * lease)                                      // beyond its lease; in real time, as four connections wait for each other's locks
 				*r = *r.WithContext(context.WithoutCancel(r.Context())) // takes no notice
 			}
 		}
@@ -331,10 +364,7 @@ func TestAStormOverSQLiteCommitsEachEffectOnce(t *testing.T) {
 		}
 		boxes, handlers = append(boxes, b), append(handlers, h)
 	}
-	for i, b := range boxes { // one that sleeps renews nothing, as if its whole process was stopped
-		handlers[i].Journal = stopped{b.j}
-	}
-	send := func(id string) (status int) {
+	send = func(id string) (status int) {
 		defer func() {
 			if recover() != nil {
 				status = 0
@@ -368,13 +398,14 @@ func TestAStormOverSQLiteCommitsEachEffectOnce(t *testing.T) {
 					if status := send(id); status/100 == 2 {
 						break
 					}
-					time.Sleep(lease / 10) // an impatient sender: Retry-After would be a second at least
+					time.Sleep(30 * time.Millisecond) // an impatient sender: Retry-After would be a second at least
 				}
 				copies.Wait()
 			}
 		})
 	}
 	workers.Wait()
+	takers.Wait()
 	took := time.Since(start)
 	rows, err := boxes[0].j.DB().QueryContext(t.Context(), "SELECT event, count(*) FROM shipments GROUP BY event")
 	require.NoError(t, err)

@@ -17,8 +17,9 @@ import (
 	"github.com/idem-go/idem/fakeserver"
 )
 
-// MaxCalls is how often a worker calls one payment before it gives up.
-const MaxCalls = 5
+// MaxCalls is how often a worker calls one payment before it gives up. A few are
+// enough, unless the machine is so slow that most answers come too late.
+const MaxCalls = 20
 
 // Options of a run.
 type Options struct {
@@ -140,7 +141,7 @@ func Do(ctx context.Context, o Options, s *fakeserver.Server, p Progress, pay fu
 						break
 					}
 					again.Add(1)
-					time.Sleep(time.Duration(len(r.Calls[i])) * 200 * time.Millisecond)
+					time.Sleep(min(time.Duration(len(r.Calls[i]))*200*time.Millisecond, 2*time.Second))
 				}
 				done.Add(1)
 			}
