@@ -94,7 +94,7 @@ func TestRunNoticesEachBrokenJournal(t *testing.T) {
 	for _, b := range brokenJournals {
 		t.Run(b.name, func(t *testing.T) {
 			t.Parallel()
-			child := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestRunPassesUnlessTheJournalIsBroken$/^"+regexp.QuoteMeta(b.subtest)+"$", "-test.timeout=60s")
+			child := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestRunPassesUnlessTheJournalIsBroken$/^"+regexp.QuoteMeta(b.subtest)+"$", "-test.timeout=10m")
 			child.Env = append(os.Environ(), childJournal+"="+b.name)
 			out, err := child.CombinedOutput()
 			var exit *exec.ExitError

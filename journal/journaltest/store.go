@@ -104,11 +104,12 @@ var contention = []check{
 			})
 		}
 		for range calls {
+			time.Sleep(50 * time.Microsecond) // the resumes have to meet it
 			if _, err := j.Release(t.Context(), e, journal.Note{Clear: true}); err != nil {
 				t.Errorf("the caller: %v", err)
 				break
 			}
-			time.Sleep(50 * time.Microsecond) // the resumes have to meet it
+			time.Sleep(50 * time.Microsecond) // as above
 			next, err := j.Begin(t.Context(), in)
 			if err != nil || !next.Clear || next.Fence != e.Fence+1 {
 				t.Errorf("the caller: claim %d after %d, Clear: %v, %v", next.Fence, e.Fence, next.Clear, err)

@@ -39,36 +39,40 @@ func TestCallersWhoseStepsFailDoNotDisturbTheOthers(t *testing.T) {
 	require.NoError(t, err)
 
 	release := hold(t, j) // so that all of these wait for one transaction
-	var all sync.WaitGroup
+	var queued, all sync.WaitGroup
 	other := payment("done")
 	other.Content = make([]byte, 32)
 	for n := range 20 {
+		queued.Add(1)
 		all.Go(func() {
+			waits := sync.OnceFunc(queued.Done)
+			defer waits()
+			ctx := watched{t.Context(), waits}
 			switch n % 4 {
 			case 0:
-				_, err := j.Begin(t.Context(), other)
+				_, err := j.Begin(ctx, other)
 				if !errors.Is(err, journal.ErrMismatch) {
 					t.Errorf("another request: %v", err)
 				}
 			case 1:
-				_, err := j.Begin(t.Context(), payment("damaged"))
+				_, err := j.Begin(ctx, payment("damaged"))
 				if !errors.Is(err, journal.ErrDamaged) {
 					t.Errorf("a damaged entry: %v", err)
 				}
 			case 2:
-				_, err := j.Decide(t.Context(), payment("none").Operation, journal.Decision{State: journal.Done, Reason: "r"})
+				_, err := j.Decide(ctx, payment("none").Operation, journal.Decision{State: journal.Done, Reason: "r"})
 				if !errors.Is(err, journal.ErrNotFound) {
 					t.Errorf("no entry: %v", err)
 				}
 			case 3:
-				_, err := j.Begin(t.Context(), payment(fmt.Sprint(n)))
+				_, err := j.Begin(ctx, payment(fmt.Sprint(n)))
 				if err != nil {
 					t.Errorf("the others: %v", err)
 				}
 			}
 		})
 	}
-	time.Sleep(20 * time.Millisecond) // they have to queue
+	queued.Wait()
 	release()
 	all.Wait()
 	for n := 3; n < 20; n += 4 {
@@ -85,17 +89,13 @@ func TestACallerWhoseContextEndsIsAnsweredAtOnceAndSkipped(t *testing.T) {
 		all.Go(func() {
 			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Millisecond)
 			defer cancel()
-			began := time.Now()
 			_, err := j.Begin(ctx, payment(fmt.Sprint(n)))
 			if !errors.Is(err, context.DeadlineExceeded) {
 				t.Errorf("Begin: %v", err)
 			}
-			if took := time.Since(began); took > time.Second {
-				t.Errorf("it took %v", took)
-			}
 		})
 	}
-	all.Wait()
+	all.Wait() // while the database is locked; it would be ErrBusy to wait for that
 	release()
 	_, err := j.Begin(t.Context(), payment("after"))
 	require.NoError(t, err)
@@ -110,72 +110,71 @@ func TestTheCauseOfAContextIsTheError(t *testing.T) {
 	hold(t, j)
 	cause := errors.New("the shop closes")
 	ctx, cancel := context.WithCancelCause(t.Context())
-	time.AfterFunc(20*time.Millisecond, func() { cancel(cause) })
-	_, err := j.Begin(ctx, payment("1"))
+	_, err := j.Begin(watched{ctx, func() { cancel(cause) }}, payment("1"))
 	require.ErrorIs(t, err, cause)
 }
 
 // Contexts end at every moment, many of them between the commit and the
 // answer. Whatever a caller was not told, nobody may hold.
 func TestAClaimThatNobodyWasToldOfIsReleasedAsNotSent(t *testing.T) {
-	j := open(t, fresh(t), sqljournal.Options{})
-	const callers, each, probes = 16, 150, 10
-	began := time.Now()
-	for n := range probes {
-		_, err := j.Begin(t.Context(), payment(fmt.Sprint("probe ", n)))
-		require.NoError(t, err)
-	}
-	longest := time.Since(began) / probes * 20 // about half of the contexts end too early
-	told := make([]map[string]journal.Entry, callers)
-	left := make([]int, callers)
-	var all sync.WaitGroup
-	for n := range callers {
-		all.Go(func() {
-			told[n] = map[string]journal.Entry{}
-			for i := range each {
-				ctx, cancel := context.WithTimeout(t.Context(), rand.N(longest))
-				id := fmt.Sprintf("%d-%d", n, i)
-				e, err := j.Begin(ctx, payment(id))
-				switch {
-				case err == nil:
-					told[n][id] = e
-				case errors.Is(err, context.DeadlineExceeded):
-					left[n]++
-				default:
-					t.Errorf("Begin: %v", err)
-				}
-				cancel()
-			}
-		})
-	}
-	all.Wait()
-	_, err := j.Begin(t.Context(), payment("the last")) // what was to be released is now
-	require.NoError(t, err)
+	j := open(t, fresh(t), sqljournal.Options{Lease: journal.LongestLease})
+	const callers, each = 16, 150
 	claimed, released, gone := 0, 0, 0
-	for n := range callers {
-		require.NotZero(t, left[n])
-		for i := range each {
-			id := fmt.Sprintf("%d-%d", n, i)
-			e, err := j.Get(t.Context(), payment(id).Operation)
-			if errors.Is(err, journal.ErrNotFound) {
-				require.NotContains(t, told[n], id)
-				gone++
-				continue
+	for round := 0; released == 0; round++ {
+		require.Less(t, round, 20, "no context ended at the moment that this test is about")
+		told := make([]map[string]journal.Entry, callers)
+		left := make([]int, callers)
+		name := func(n, i int) string { return fmt.Sprintf("%d-%d-%d", round, n, i) }
+		var all sync.WaitGroup
+		for n := range callers {
+			all.Go(func() {
+				told[n] = map[string]journal.Entry{}
+				longest := time.Millisecond // it finds its way to where half of the contexts end too early, on any machine
+				for i := range each {
+					ctx, cancel := context.WithTimeout(t.Context(), rand.N(longest))
+					id := name(n, i)
+					e, err := j.Begin(ctx, payment(id))
+					switch {
+					case err == nil:
+						told[n][id] = e
+						longest = max(longest*8/9, time.Microsecond)
+					case errors.Is(err, context.DeadlineExceeded):
+						left[n]++
+						longest = longest*9/8 + 1
+					default:
+						t.Errorf("Begin: %v", err)
+					}
+					cancel()
+				}
+			})
+		}
+		all.Wait()
+		_, err := j.Begin(t.Context(), payment(fmt.Sprint("the last of ", round))) // what was to be released is now
+		require.NoError(t, err)
+		for n := range callers {
+			require.NotZero(t, left[n])
+			for i := range each {
+				id := name(n, i)
+				e, err := j.Get(t.Context(), payment(id).Operation)
+				if errors.Is(err, journal.ErrNotFound) {
+					require.NotContains(t, told[n], id)
+					gone++
+					continue
+				}
+				require.NoError(t, err)
+				if _, ok := told[n][id]; ok {
+					require.True(t, e.Claimed(time.Now()), "%s is held by its caller", id)
+					claimed++
+					continue
+				}
+				require.Empty(t, e.Owner, "%s is held by nobody", id)
+				require.Zero(t, e.FirstSend, "%s was not sent", id)
+				released++
 			}
-			require.NoError(t, err)
-			if _, ok := told[n][id]; ok {
-				require.True(t, e.Claimed(time.Now()), "%s is held by its caller", id)
-				claimed++
-				continue
-			}
-			require.Empty(t, e.Owner, "%s is held by nobody", id)
-			require.Zero(t, e.FirstSend, "%s was not sent", id)
-			released++
 		}
 	}
 	t.Logf("%d claimed, %d released, %d never begun", claimed, released, gone)
 	require.NotZero(t, claimed)
-	require.NotZero(t, released, "no context ended at the moment that this test is about")
 }
 
 func TestABusyDatabaseIsATypedErrorAndTheJournalGoesOn(t *testing.T) {
@@ -194,7 +193,6 @@ func TestABusyDatabaseIsATypedErrorAndTheJournalGoesOn(t *testing.T) {
 			_, err = j.Begin(t.Context(), payment("1"))
 			require.ErrorIs(t, err, sqljournal.ErrBusy)
 			require.ErrorContains(t, err, "BeginTx")
-			require.Less(t, time.Since(began), 2*time.Second)
 			require.Greater(t, time.Since(began), 40*time.Millisecond)
 			_, err = j.Get(t.Context(), payment("1").Operation)
 			require.ErrorIs(t, err, journal.ErrNotFound, "reads do not wait")
@@ -255,7 +253,7 @@ func TestTheCallersDatabaseStaysTheCallers(t *testing.T) {
 	require.NoError(t, db.QueryRow("PRAGMA application_id").Scan(&id))
 	require.NoError(t, db.QueryRow("PRAGMA user_version").Scan(&version))
 	require.NoError(t, db.QueryRow("PRAGMA busy_timeout").Scan(&timeout))
-	require.Equal(t, []int{0, 0, 5000}, []int{id, version, timeout}, "its marks and its connections are as they were")
+	require.Equal(t, []int{0, 0, 60000}, []int{id, version, timeout}, "its marks and its connections are as they were")
 	require.NoFileExists(t, path+".secret")
 	require.Len(t, pending(t, over(t, db, sqljournal.Options{})), 1)
 }
@@ -273,12 +271,12 @@ func TestCloseWaitsAndThenEveryCallIsRefused(t *testing.T) {
 	path := fresh(t)
 	j := open(t, path, sqljournal.Options{})
 	release := hold(t, j)
-	begun := make(chan error, 1)
+	begun, queued := make(chan error, 1), make(chan struct{})
 	go func() {
-		_, err := j.Begin(t.Context(), payment("1"))
+		_, err := j.Begin(watched{t.Context(), sync.OnceFunc(func() { close(queued) })}, payment("1"))
 		begun <- err
 	}()
-	time.Sleep(10 * time.Millisecond) // it has to queue
+	<-queued
 	closed := make(chan error, 1)
 	go func() { closed <- j.Close() }()
 	select {

@@ -39,11 +39,11 @@ type crashTask struct {
 	Many      int           // so many orders more
 	Workers   int           // 0: 1
 	Lease     time.Duration // 0: 200 ms
-	Window    time.Duration // 0: 1 min
-	Limit     time.Duration // of an attempt; 0: 5 s
+	Window    time.Duration // 0: crashKeyWindow
+	Limit     time.Duration // of an attempt; 0: 30 s, so that a slow machine makes no second one
 	Attempts  int           // 0: 1000
 	Resumes   int           // 0: 1000, because most crashes here are made on purpose
-	Busy      time.Duration // how long it waits for others; 0: 5 s
+	Busy      time.Duration // how long it waits for others; 0: patience
 	Bodiless  bool          // the requests have no body
 	Die, Stop string        // the step at which it kills itself, or stops itself
 	Nth       int           // of the step; 0: 1
@@ -52,10 +52,10 @@ type crashTask struct {
 
 // crashReport is what a child tells its parent, a line of JSON each.
 type crashReport struct {
-	What    string // "open", "claim", "resumed", "pending", "step", "end", "error"
+	What    string // "open", "claim", "resumed", "pending", "step", "written late", "end", "error"
 	Text    string
 	Order   string
-	Key     string       // of a claim
+	Key     string       // of a claim, or of what was written late
 	Outcome idem.Outcome // of a claim
 	Again   bool         // made by a resume
 	At      time.Time
@@ -100,7 +100,8 @@ type crashLife struct {
 	mu  sync.Mutex // guards out
 	out *os.File
 
-	steps    sync.Map // of step to *atomic.Int64, how often it came
+	steps    sync.Map   // of step to *atomic.Int64, how often it came
+	renewing sync.Mutex // held by a renewal, and by a step that stops the process
 	sweeping atomic.Bool
 }
 
@@ -128,6 +129,12 @@ func (l *crashLife) at(step string) {
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 		select {} // not one more instruction of the work
 	}
+	if step != "row" && step != "commit" {
+		// A renewal that happens to be under way is not to be stopped within its
+		// transaction, which would keep all others from writing.
+		l.renewing.Lock()
+		defer l.renewing.Unlock()
+	}
 	woken := make(chan os.Signal, 1)
 	signal.Notify(woken, syscall.SIGCONT)
 	l.report(crashReport{What: "step", Text: step})
@@ -139,7 +146,7 @@ func (l *crashLife) live() error {
 	l.watchSQLite()
 	l.watchFiles()
 	l.at("open")
-	store, err := sqljournal.OpenSQLite(l.Path, sqljournal.Options{Lease: cmp.Or(l.Lease, 200*time.Millisecond), BusyTimeout: l.Busy})
+	store, err := sqljournal.OpenSQLite(l.Path, sqljournal.Options{Lease: cmp.Or(l.Lease, shortLease), BusyTimeout: cmp.Or(l.Busy, patience)})
 	if errors.Is(err, sqljournal.ErrBusy) && l.Busy > 0 {
 		l.report(crashReport{What: "cannot open", Busy: true})
 		return nil
@@ -154,15 +161,15 @@ func (l *crashLife) live() error {
 		Dialect: crashDialect(),
 		Policy: idem.Policy{
 			MaxAttempts:    cmp.Or(l.Attempts, 1000),
-			AttemptTimeout: cmp.Or(l.Limit, 5*time.Second),
+			AttemptTimeout: cmp.Or(l.Limit, 30*time.Second),
 			MaxInProgress:  1000,
 			BackoffBase:    2 * time.Millisecond,
 			BackoffCap:     100 * time.Millisecond,
 			ThrottleBase:   5 * time.Millisecond,
-			KeyWindow:      cmp.Or(l.Window, time.Minute),
+			KeyWindow:      cmp.Or(l.Window, crashKeyWindow),
 			MaxResumes:     cmp.Or(l.Resumes, 1000),
 			ResumePace:     -1,
-			ResumeWait:     5 * time.Second,
+			ResumeWait:     30 * time.Second,
 			Budget:         &idem.Budget{Capacity: -1}, // most answers may be lost
 		},
 		Prepare: func(*http.Request) error { l.at("prepare"); return nil },
@@ -324,18 +331,40 @@ func (l *crashLife) traced(ctx context.Context) context.Context {
 	})
 }
 
-// answeredBase tells of the answer's headers, before its body is read.
+// answeredBase tells of the answer's headers, before its body is read, and of a
+// request that was written long after its body was read.
 type answeredBase struct {
 	http.RoundTripper
 	l *crashLife
 }
 
 func (b answeredBase) RoundTrip(req *http.Request) (*http.Response, error) {
+	if req.ContentLength > 0 {
+		read := &timedBody{ReadCloser: req.Body}
+		req = req.WithContext(httptrace.WithClientTrace(req.Context(), &httptrace.ClientTrace{WroteRequest: func(w httptrace.WroteRequestInfo) {
+			if since := time.Since(time.Unix(0, read.last.Load())); w.Err == nil && since > windowMargin/4 {
+				b.l.report(crashReport{What: "written late", Key: strings.Trim(req.Header.Get(idem.Generic.Header), `"`), Text: since.String()})
+			}
+		}}))
+		req.Body = read
+	}
 	resp, err := b.RoundTripper.RoundTrip(req)
 	if err == nil {
 		b.l.at("answered")
 	}
 	return resp, err
+}
+
+// timedBody knows when it was last read: the last moment at which anything can stop a
+// request.
+type timedBody struct {
+	io.ReadCloser
+	last atomic.Int64
+}
+
+func (b *timedBody) Read(p []byte) (int, error) {
+	b.last.Store(time.Now().UnixNano())
+	return b.ReadCloser.Read(p)
 }
 
 // steppedJournal tells of the steps around a journal.
@@ -351,6 +380,12 @@ func (j steppedJournal) Begin(ctx context.Context, in journal.Intent) (journal.E
 		j.l.at("begun")
 	}
 	return e, err
+}
+
+func (j steppedJournal) Renew(ctx context.Context, e journal.Entry, n journal.Note) (journal.Entry, error) {
+	j.l.renewing.Lock()
+	defer j.l.renewing.Unlock()
+	return j.Journal.Renew(ctx, e, n)
 }
 
 func (j steppedJournal) Finish(ctx context.Context, e journal.Entry, s journal.State, n journal.Note) (journal.Entry, error) {

@@ -145,12 +145,13 @@ func TestCrashNegativeControlsAreCaught(t *testing.T) {
 	for _, c := range []struct {
 		wrong   string
 		history func(t *testing.T, wrong string) (w *crashWorld, orders []string)
+		window  time.Duration // of the keys in that history
 		caught  string
 	}{
-		{"stores the key after the send", historyOfACrashedCall, "doubled"},
-		{"has no fence", historyOfALateFinish, "doubled"},
-		{"makes a new key on a resume", historyOfACrashedCall, "doubled"},
-		{"forgets the first send", historyOfALongOutage, "doubled"},
+		{"stores the key after the send", historyOfACrashedCall, crashKeyWindow, "doubled"},
+		{"has no fence", historyOfALateFinish, crashKeyWindow, "doubled"},
+		{"makes a new key on a resume", historyOfACrashedCall, crashKeyWindow, "doubled"},
+		{"forgets the first send", historyOfALongOutage, keyMemory, "doubled"},
 	} {
 		for _, wrong := range []string{"", c.wrong} {
 			name := "right"
@@ -159,7 +160,7 @@ func TestCrashNegativeControlsAreCaught(t *testing.T) {
 			}
 			g.run(t, c.wrong+": "+name, func(t *testing.T) {
 				w, orders := c.history(t, wrong)
-				found := w.judge(t, orders, keyMemory, false)
+				found := w.judge(t, orders, c.window, false)
 				if wrong == "" {
 					require.Empty(t, found, w.story())
 					return
@@ -188,7 +189,7 @@ func historyOfALateFinish(t *testing.T, wrong string) (w *crashWorld, orders []s
 	w = newCrashWorld(t)
 	p := w.start(t, crashTask{Do: []string{"pay"}, Orders: []string{"declined-1"}, Stop: "before finish", Lease: stoppedLease, Wrong: wrong})
 	p.says("step")
-	time.Sleep(stoppedLease) // P's lease ends
+	w.leaseEnds(t, "declined-1") // P's
 	w.resumes(t, crashTask{Wrong: wrong})
 	w.dies(t, crashTask{Do: []string{"pay"}, Orders: []string{"second card: declined-1"}, Die: "answered", Wrong: wrong})
 	p.signal(syscall.SIGCONT)

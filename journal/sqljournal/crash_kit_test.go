@@ -38,6 +38,7 @@ type crashWorld struct {
 	server *fakeserver.Server
 	path   string // of the journal
 	claims []crashReport
+	late   []crashReport // what was written late
 }
 
 func newCrashWorld(t *testing.T, faults ...fakeserver.Fault) *crashWorld {
@@ -121,6 +122,8 @@ func (p *crashProcess) heard(r crashReport) {
 	switch r.What {
 	case "claim":
 		p.w.claims = append(p.w.claims, r)
+	case "written late":
+		p.w.late = append(p.w.late, r)
 	case "error":
 		p.t.Errorf("the child failed: %s", r.Text)
 	}
@@ -227,6 +230,26 @@ func (w *crashWorld) entry(t *testing.T, order string) (e journal.Entry, ok bool
 		}
 	})
 	return e, ok
+}
+
+// leaseEnds waits for the end of the lease that is on the disk now: that of a process
+// which is dead or stopped, and renews it no more.
+func (w *crashWorld) leaseEnds(t *testing.T, order string) {
+	t.Helper()
+	e, ok := w.entry(t, order)
+	require.True(t, ok, "%s is not in the journal", order)
+	require.NotEmpty(t, e.Owner)
+	time.Sleep(time.Until(e.Lease) + time.Millisecond) // a lease ends in real time
+}
+
+// ended waits until the server is done with n sends of a key. What a process wrote may
+// arrive after its death, and run while the next process sends.
+func (w *crashWorld) ended(t *testing.T, key string, n int) {
+	t.Helper()
+	eventually(t, "the server is done with what was sent", func() bool {
+		sends := w.server.Sends(fakeserver.Filter{Key: key})
+		return len(sends) >= n && !slices.ContainsFunc(sends, func(s fakeserver.Send) bool { return s.Ended.IsZero() })
+	})
 }
 
 // judge compares the ledger with the claims and with the journal, and says what is
@@ -358,7 +381,7 @@ type crashGroup struct {
 }
 
 func newCrashGroup(t *testing.T) *crashGroup {
-	g := &crashGroup{places: make(chan struct{}, 6)}
+	g := &crashGroup{places: make(chan struct{}, 8)}
 	t.Parallel()
 	return g
 }

@@ -5,7 +5,6 @@ package sqljournal_test
 import (
 	"fmt"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -33,7 +32,7 @@ func TestC72_EachRestartSendsOnceWithTheSameKey(t *testing.T) {
 		require.Zero(t, w.resumes(t, crashTask{Resumes: 5}))
 	}
 	require.Len(t, w.server.Sends(), 6, "after the first life that came to its end nothing is sent again")
-	require.Empty(t, w.judge(t, []string{"order-1"}, time.Minute, true))
+	require.Empty(t, w.judge(t, []string{"order-1"}, crashKeyWindow, true))
 }
 
 func TestC72_AfterFiveCrashedResumesAnEntryNeedsAttention(t *testing.T) {
@@ -57,7 +56,7 @@ func TestC72_AfterFiveCrashedResumesAnEntryNeedsAttention(t *testing.T) {
 
 	// A call of the operation is no resume: somebody looks at what comes of it.
 	w.lives(t, crashTask{Do: []string{"pay"}, Orders: []string{"order-1"}, Resumes: 5}, "end")
-	require.Empty(t, w.judge(t, []string{"order-1"}, time.Minute, true))
+	require.Empty(t, w.judge(t, []string{"order-1"}, crashKeyWindow, true))
 	require.Equal(t, []string{e.Key}, w.keysOf("order-1"))
 }
 

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -85,6 +84,9 @@ func crashAtStep(t *testing.T, order string, at crashStep) {
 		require.Equal(t, at.state, crashed.State)
 		require.Equal(t, nth, crashed.Generation)
 	}
+	if at.sent {
+		w.ended(t, crashed.Key, 1)
+	}
 
 	r := w.resumes(t, crashTask{})
 	switch {
@@ -97,7 +99,7 @@ func crashAtStep(t *testing.T, order string, at crashStep) {
 		require.Empty(t, w.server.Effects())
 		w.lives(t, crashTask{Do: []string{"pay"}, Orders: []string{"second card: " + order}}, "end")
 	}
-	require.Empty(t, w.judge(t, []string{order}, time.Minute, true))
+	require.Empty(t, w.judge(t, []string{order}, crashKeyWindow, true))
 	done, _ := w.entry(t, order)
 	require.Equal(t, nth, done.Generation)
 	if at.known {
@@ -147,7 +149,7 @@ func crashInSweep(t *testing.T, step string, nth int) {
 	require.Equal(t, journal.Pending, before.State)
 
 	require.Equal(t, idem.Resumed{Seen: 1, Done: 1}, w.resumes(t, crashTask{}))
-	require.Empty(t, w.judge(t, []string{"order-1"}, time.Minute, true))
+	require.Empty(t, w.judge(t, []string{"order-1"}, crashKeyWindow, true))
 	require.Equal(t, []string{before.Key}, w.keysOf("order-1"))
 	require.Len(t, w.server.Sends(), 2)
 	w.lives(t, crashTask{Do: []string{"sweep"}}, "end")
@@ -177,13 +179,13 @@ func crashInCreation(t *testing.T, step string, nth int) {
 	w := newCrashWorld(t)
 	for n := 1; !w.mayDie(t, crashTask{Die: step, Nth: nth}); n++ {
 		// A file that is there for a moment only may be overlooked.
-		require.True(t, strings.HasPrefix(step, "file ") && n < 50, "step %q was not reached", step)
+		require.True(t, strings.HasPrefix(step, "file ") && n < 500, "step %q was not reached", step)
 		w = newCrashWorld(t)
 	}
 	require.Zero(t, w.resumes(t, crashTask{}))
 	w.dies(t, crashTask{Do: []string{"pay"}, Orders: []string{"order-1"}, Die: "before finish"})
 	require.Equal(t, idem.Resumed{Seen: 1, Done: 1}, w.resumes(t, crashTask{}))
-	require.Empty(t, w.judge(t, []string{"order-1"}, time.Minute, true))
+	require.Empty(t, w.judge(t, []string{"order-1"}, crashKeyWindow, true))
 	require.Len(t, w.server.Sends(), 2)
 }
 
@@ -207,7 +209,7 @@ func crashInOpening(t *testing.T, step string, nth int) {
 	after, _ := w.entry(t, "order-1")
 	require.Equal(t, before, after)
 	require.Equal(t, idem.Resumed{Seen: 1, Done: 1}, w.resumes(t, crashTask{}))
-	require.Empty(t, w.judge(t, []string{"order-1"}, time.Minute, true))
+	require.Empty(t, w.judge(t, []string{"order-1"}, crashKeyWindow, true))
 	require.Equal(t, []string{before.Key}, w.keysOf("order-1"))
 	require.Len(t, w.server.Sends(), 2)
 }

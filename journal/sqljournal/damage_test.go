@@ -226,6 +226,24 @@ func (i image) judge(t *testing.T, dir string) (verdict, string) {
 	return shortened, ""
 }
 
+// keyStart is how the keys of the entries begin.
+const keyStart = "first-"
+
+// key is a place of the file where the key of an entry stands that the log has not.
+func (i image) key(t *testing.T) int {
+	for at := 0; ; at++ {
+		n := bytes.Index(i.file[at:], []byte(keyStart))
+		require.GreaterOrEqual(t, n, 0, "there is none")
+		at += n
+		spoilt := i
+		spoilt.file = bytes.Clone(i.file)
+		spoilt.file[at] ^= 1
+		if v, _ := spoilt.judge(t, filepath.Join(t.TempDir(), "spoilt")); v == reported {
+			return at
+		}
+	}
+}
+
 // A single bit, anywhere in the file or in its log: the journal is not opened,
 // or the entry is named, or it makes no difference. The exception is a bit in the
 // last transaction of the log, which then looks like one that the crash cut
@@ -235,6 +253,7 @@ func TestAFlippedBitIsAnErrorOrMakesNoDifference(t *testing.T) {
 	v, why := i.judge(t, filepath.Join(t.TempDir(), "whole"))
 	require.Equal(t, harmless, v, why)
 
+	key := i.key(t)
 	type flip struct{ file, log int } // the bit, or -1
 	var flips []flip
 	if *exhaustive {
@@ -254,6 +273,8 @@ func TestAFlippedBitIsAnErrorOrMakesNoDifference(t *testing.T) {
 			switch n % 14 {
 			default:
 				f.file = rand.IntN(8 * len(i.file))
+			case 4: // the key of an entry that the log has not
+				f.file = 8*key + rand.IntN(8*len(keyStart))
 			case 5, 6, 7, 8, 9:
 				f.log = rand.IntN(8 * len(i.log))
 			case 10: // the header

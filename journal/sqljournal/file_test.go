@@ -357,7 +357,7 @@ func TestManyWhoCreateAtOnceShareOneJournal(t *testing.T) {
 		errs := make([]error, openers)
 		for n := range openers {
 			all.Go(func() {
-				j, err := sqljournal.OpenSQLite(path, sqljournal.Options{})
+				j, err := sqljournal.OpenSQLite(path, sqljournal.Options{BusyTimeout: patience})
 				if err != nil {
 					errs[n] = err
 					return
@@ -386,7 +386,7 @@ func TestManyWhoCreateAtOnceShareOneJournal(t *testing.T) {
 
 func init() {
 	children["create"] = func(args []string) {
-		j, err := sqljournal.OpenSQLite(args[0], sqljournal.Options{})
+		j, err := sqljournal.OpenSQLite(args[0], sqljournal.Options{BusyTimeout: patience})
 		exitOn(err)
 		_, err = j.Begin(testContext, payment(args[1]))
 		exitOn(err)

@@ -1,6 +1,7 @@
 package sqljournal_test
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"database/sql"
@@ -50,6 +51,7 @@ var secret = journal.Secret{1, 2, 3}
 // open opens or creates the journal at path; it ends with the test.
 func open(t testing.TB, path string, o sqljournal.Options) *sqljournal.Journal {
 	t.Helper()
+	o.BusyTimeout = cmp.Or(o.BusyTimeout, patience)
 	j, err := sqljournal.OpenSQLite(path, o)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, j.Close()) })
@@ -65,7 +67,7 @@ func fresh(t testing.TB) string {
 // database is a caller's own, with a table of orders; it ends with the test.
 func database(t testing.TB, path string) *sql.DB {
 	t.Helper()
-	db, err := sql.Open("sqlite", path+"?_pragma=journal_mode(WAL)&_pragma=busy_timeout(5000)")
+	db, err := sql.Open("sqlite", path+"?_pragma=journal_mode(WAL)&_pragma=busy_timeout(60000)")
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, db.Close()) })
 	_, err = db.Exec("CREATE TABLE IF NOT EXISTS orders (id TEXT PRIMARY KEY)")
@@ -79,6 +81,7 @@ func over(t testing.TB, db *sql.DB, o sqljournal.Options) *sqljournal.Journal {
 	if o.Secret == (journal.Secret{}) {
 		o.Secret = secret
 	}
+	o.BusyTimeout = cmp.Or(o.BusyTimeout, patience)
 	j, err := sqljournal.New(t.Context(), db, o)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, j.Close()) })
@@ -105,4 +108,19 @@ func exitOn(err error) {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
+}
+
+// patience is how long a test waits for the transactions of others: a disk may be
+// slow, and SQLite's locks have no queue.
+const patience = time.Minute
+
+// watched tells when somebody waits for an answer: only then is its end asked for.
+type watched struct {
+	context.Context
+	waits func()
+}
+
+func (c watched) Done() <-chan struct{} {
+	c.waits()
+	return c.Context.Done()
 }

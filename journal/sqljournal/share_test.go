@@ -28,7 +28,7 @@ import (
 func TestC74_TwoJournalsOfOneProcessShareAFile(t *testing.T) {
 	const callers, operations, passes = 16, 40, 6
 	path := fresh(t)
-	both := []*sqljournal.Journal{open(t, path, sqljournal.Options{Owner: "P"}), open(t, path, sqljournal.Options{Owner: "Q", NoGroupCommit: true})}
+	both := []*sqljournal.Journal{open(t, path, sqljournal.Options{Owner: "P", Lease: journal.LongestLease}), open(t, path, sqljournal.Options{Owner: "Q", Lease: journal.LongestLease, NoGroupCommit: true})}
 	var holders, claims, done [operations]atomic.Int64
 	var all sync.WaitGroup
 	for n := range callers {
@@ -37,7 +37,7 @@ func TestC74_TwoJournalsOfOneProcessShareAFile(t *testing.T) {
 			for i := range passes * operations {
 				k := (n*7 + i) % operations
 				if i%50 == 0 { // opening and closing one more must drop no locks either
-					third, err := sqljournal.OpenSQLite(path, sqljournal.Options{})
+					third, err := sqljournal.OpenSQLite(path, sqljournal.Options{BusyTimeout: patience})
 					if err == nil {
 						err = third.Close()
 					}
@@ -95,7 +95,7 @@ func init() {
 		exitOn(err)
 		operations, err := strconv.Atoi(args[2])
 		exitOn(err)
-		j, err := sqljournal.OpenSQLite(args[0], sqljournal.Options{Lease: lease})
+		j, err := sqljournal.OpenSQLite(args[0], sqljournal.Options{Lease: lease, BusyTimeout: patience})
 		exitOn(err)
 		var all sync.WaitGroup
 		for range 4 {
@@ -136,7 +136,7 @@ func init() {
 	children["hold"] = func(args []string) {
 		lease, err := time.ParseDuration(args[1])
 		exitOn(err)
-		j, err := sqljournal.OpenSQLite(args[0], sqljournal.Options{Lease: lease, Owner: args[2]})
+		j, err := sqljournal.OpenSQLite(args[0], sqljournal.Options{Lease: lease, Owner: args[2], BusyTimeout: patience})
 		exitOn(err)
 		e, err := j.Begin(testContext, payment("1"))
 		exitOn(err)
@@ -210,9 +210,10 @@ func TestC74_ProcessesThatAreKilledAtWorkShareAFile(t *testing.T) {
 }
 
 func TestC74_AProcessThatOutlastedItsLeaseCannotOverwrite(t *testing.T) {
+	t.Parallel() // it waits for a lease, which has to hold on a busy machine
 	path := fresh(t)
 	in := payment("1")
-	const lease = 300 * time.Millisecond
+	const lease = 5 * time.Second
 	j := open(t, path, sqljournal.Options{Lease: lease, Owner: "Q"})
 
 	p := child("hold", path, lease.String(), "P")
@@ -264,8 +265,10 @@ func TestC74_AProcessThatOutlastedItsLeaseCannotOverwrite(t *testing.T) {
 }
 
 func TestC74_AnOperationOfAKilledProcessIsTakenOverWithItsKey(t *testing.T) {
+	t.Parallel() // it waits for a lease, which has to hold on a busy machine
 	path := fresh(t)
-	const lease = 200 * time.Millisecond
+	const lease = 5 * time.Second
+	r := open(t, path, sqljournal.Options{Lease: lease, Owner: "R"})
 	p := child("hold", path, lease.String(), "P")
 	stdout, err := p.StdoutPipe()
 	require.NoError(t, err)
@@ -275,7 +278,6 @@ func TestC74_AnOperationOfAKilledProcessIsTakenOverWithItsKey(t *testing.T) {
 	require.NoError(t, p.Process.Kill())
 	require.Error(t, p.Wait())
 
-	r := open(t, path, sqljournal.Options{Lease: lease, Owner: "R"})
 	in := payment("1")
 	in.Key = "another"
 	held, err := r.Begin(t.Context(), in)

@@ -1,6 +1,7 @@
 package sqljournal
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"database/sql"
@@ -28,10 +29,22 @@ func intent(id string) journal.Intent {
 
 func opened(t *testing.T, path string, o Options) *Journal {
 	t.Helper()
+	o.BusyTimeout = cmp.Or(o.BusyTimeout, time.Minute) // a disk may be slow
 	j, err := OpenSQLite(path, o)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, j.Close()) })
 	return j
+}
+
+// watched tells when somebody waits for an answer: only then is its end asked for.
+type watched struct {
+	context.Context
+	waits func()
+}
+
+func (c watched) Done() <-chan struct{} {
+	c.waits()
+	return c.Context.Done()
 }
 
 func TestVersionsOfSQLiteAreComparedByTheirNumbers(t *testing.T) {
@@ -116,15 +129,18 @@ func TestAFailedWriteLatchesTheJournalUntilItIsOpenedAnew(t *testing.T) {
 	require.NoError(t, err)
 	const callers = 100
 	errs := make([]error, callers)
-	var all sync.WaitGroup
+	var queued, all sync.WaitGroup
 	for n := range callers {
+		queued.Add(1)
 		all.Go(func() {
+			waits := sync.OnceFunc(queued.Done)
+			defer waits()
 			in := intent(fmt.Sprint(n))
 			in.Request = make([]byte, 1000)
-			_, errs[n] = j.Begin(t.Context(), in)
+			_, errs[n] = j.Begin(watched{t.Context(), waits}, in)
 		})
 	}
-	time.Sleep(20 * time.Millisecond) // they have to queue
+	queued.Wait()
 	require.NoError(t, tx.Rollback())
 	all.Wait()
 	full, latched := 0, 0

@@ -18,13 +18,13 @@ import (
 // the caller's database.
 func stores(t *testing.T, test func(t *testing.T, j *sqljournal.Journal)) {
 	t.Run("in a file", func(t *testing.T) {
-		j := open(t, fresh(t), sqljournal.Options{})
+		j := open(t, fresh(t), sqljournal.Options{Lease: journal.LongestLease})
 		_, err := j.DB().Exec("CREATE TABLE orders (id TEXT PRIMARY KEY)")
 		require.NoError(t, err)
 		test(t, j)
 	})
 	t.Run("in the caller's database", func(t *testing.T) {
-		test(t, over(t, database(t, fresh(t)), sqljournal.Options{}))
+		test(t, over(t, database(t, fresh(t)), sqljournal.Options{Lease: journal.LongestLease}))
 	})
 }
 
