@@ -117,6 +117,7 @@ func TestTheCauseOfAContextIsTheError(t *testing.T) {
 // Contexts end at every moment, many of them between the commit and the
 // answer. Whatever a caller was not told, nobody may hold.
 func TestAClaimThatNobodyWasToldOfIsReleasedAsNotSent(t *testing.T) {
+	t.Parallel()
 	j := open(t, fresh(t), sqljournal.Options{Lease: journal.LongestLease})
 	const callers, each = 16, 150
 	claimed, released, gone := 0, 0, 0

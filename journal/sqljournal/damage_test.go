@@ -249,6 +249,7 @@ func (i image) key(t *testing.T) int {
 // last transaction of the log, which then looks like one that the crash cut
 // off: that transaction, and nothing else, is gone.
 func TestAFlippedBitIsAnErrorOrMakesNoDifference(t *testing.T) {
+	t.Parallel()
 	i := crashImage(t)
 	v, why := i.judge(t, filepath.Join(t.TempDir(), "whole"))
 	require.Equal(t, harmless, v, why)
@@ -329,6 +330,7 @@ func TestAFlippedBitIsAnErrorOrMakesNoDifference(t *testing.T) {
 }
 
 func TestC70_DamageInTheMiddleIsNotTakenForATornTail(t *testing.T) {
+	t.Parallel()
 	i := crashImage(t)
 	page := 4096
 	t.Run("a zeroed page of the file", func(t *testing.T) {

@@ -31,6 +31,7 @@ func spoil(t *testing.T, j *sqljournal.Journal, id, column string, value any) {
 }
 
 func TestADamagedEntryEndsWithWhatAPersonFoundOut(t *testing.T) {
+	t.Parallel()
 	for column, value := range flips {
 		t.Run(column, func(t *testing.T) {
 			file := fresh(t)

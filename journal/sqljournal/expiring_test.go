@@ -23,6 +23,7 @@ func event(i int, expires time.Time) journal.Intent {
 
 // More expired deliveries are claimed than a step of the sweep reads at once.
 func TestASweepStepsOverWhatIsClaimedAndTakesTheRest(t *testing.T) {
+	t.Parallel()
 	lease := 2 * time.Second
 	for sweepsOverClaimed(t, lease) { // this machine is too slow for such leases
 		lease *= 2
@@ -87,6 +88,7 @@ func sweepsOverClaimed(t *testing.T, lease time.Duration) (again bool) {
 // The owners of expired deliveries come to their end while sweeps pass, and some
 // deliveries come again.
 func TestSweepsBesideTheOwnersOfExpiredDeliveriesTakeNothingThatIsAlive(t *testing.T) {
+	t.Parallel()
 	const n = 1000
 	j := open(t, fresh(t), sqljournal.Options{Lease: journal.LongestLease})
 	soon := time.Now().Add(time.Millisecond)

@@ -71,6 +71,7 @@ func files(t testing.TB, path string) map[string]string {
 }
 
 func TestC73_AFileThatIsNotWhatItWasIsAnErrorThatSaysWhich(t *testing.T) {
+	t.Parallel()
 	exec := func(t *testing.T, path, query string) {
 		t.Helper()
 		db, err := sql.Open("sqlite", path)
@@ -335,6 +336,7 @@ func TestACreationThatWasCutOffHindersNobody(t *testing.T) {
 }
 
 func TestManyWhoCreateAtOnceShareOneJournal(t *testing.T) {
+	t.Parallel()
 	const openers, rounds = 8, 10
 	for range rounds {
 		path := fresh(t)

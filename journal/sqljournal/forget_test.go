@@ -102,8 +102,9 @@ func TestC47_WhatIsKeptOfFinishedOperationsIsBounded(t *testing.T) {
 }
 
 func TestASweepLetsOthersInAndStopsWhenItsContextEnds(t *testing.T) {
+	t.Parallel()
 	j := open(t, fresh(t), sqljournal.Options{})
-	const operations = 5000
+	const operations = 1500 // fifteen steps
 	doMany(t, operations, 50, func(i int) error {
 		in := payment(fmt.Sprint(i))
 		in.Window = 0
@@ -156,6 +157,7 @@ func TestASweepLetsOthersInAndStopsWhenItsContextEnds(t *testing.T) {
 }
 
 func TestASweepLeavesDamagedEntriesAloneAndNamesThem(t *testing.T) {
+	t.Parallel()
 	j := open(t, fresh(t), sqljournal.Options{})
 	const operations, damaged = 500, 230 // more than a step handles
 	doMany(t, operations, 50, func(i int) error {

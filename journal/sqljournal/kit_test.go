@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"database/sql"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -36,11 +37,19 @@ func child(name string, args ...string) *exec.Cmd {
 	return c
 }
 
-// TestMain fails the run if goroutines are left behind.
+// TestMain fails the run if goroutines are left behind. Most tests wait for
+// leases and other processes, so more of them go on at once than there are
+// processors, unless -parallel says otherwise.
 func TestMain(m *testing.M) {
 	if run := children[os.Getenv(childEnv)]; run != nil {
 		run(os.Args[1:])
 		os.Exit(0)
+	}
+	flag.Parse()
+	given := false
+	flag.Visit(func(f *flag.Flag) { given = given || f.Name == "test.parallel" })
+	if !given {
+		exitOn(flag.Set("test.parallel", "8"))
 	}
 	os.Exit(leak.Run(m))
 }

@@ -26,6 +26,7 @@ import (
 // operation is held by two, and nothing is lost. If one of them dropped the
 // locks of the other, the file would be damaged or a fence given twice.
 func TestC74_TwoJournalsOfOneProcessShareAFile(t *testing.T) {
+	t.Parallel()
 	const callers, operations, passes = 16, 40, 6
 	path := fresh(t)
 	both := []*sqljournal.Journal{open(t, path, sqljournal.Options{Owner: "P", Lease: journal.LongestLease}), open(t, path, sqljournal.Options{Owner: "Q", Lease: journal.LongestLease, NoGroupCommit: true})}
@@ -150,6 +151,7 @@ func init() {
 }
 
 func TestC74_ProcessesThatAreKilledAtWorkShareAFile(t *testing.T) {
+	t.Parallel()
 	const operations, lives = 2000, 12
 	path := fresh(t)
 	open(t, path, sqljournal.Options{})

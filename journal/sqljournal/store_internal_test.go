@@ -194,6 +194,7 @@ func TestAStepThatDoesNotFitIsItsCallersErrorOnly(t *testing.T) {
 // The log is read while others write it, start it anew and leave parts of
 // transactions in it that they gave up: none of that is damage.
 func TestALogThatIsBeingWrittenIsNotCalledDamaged(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "idem.db")
 	j := opened(t, path, Options{NoGroupCommit: true})
 	_, err := j.conn.ExecContext(t.Context(), "PRAGMA wal_autocheckpoint = 20; PRAGMA cache_size = 10")
@@ -240,6 +241,7 @@ func TestALogThatIsNotThereIsNotRead(t *testing.T) {
 }
 
 func TestTheHeaderOfALogThatWasCutOffWhileItWasStartedAnewIsNoDamage(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "idem.db")
 	j := opened(t, path, Options{})
 	log := path + "-wal"
@@ -280,6 +282,7 @@ func TestTheHeaderOfALogThatWasCutOffWhileItWasStartedAnewIsNoDamage(t *testing.
 // All bits of the headers, and of the content some. The size of the database, which
 // marks a commit, is a power of two, so that one bit can make the mark vanish.
 func TestAFlippedBitBeforeTheLastTransactionOfALogIsDamage(t *testing.T) {
+	t.Parallel()
 	path := filepath.Join(t.TempDir(), "idem.db")
 	j := opened(t, path, Options{NoGroupCommit: true})
 	_, err := j.db.Exec("CREATE TABLE filler (a BLOB)")

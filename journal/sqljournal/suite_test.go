@@ -32,6 +32,9 @@ func TestAJournalInTheCallersDatabaseKeepsTheContract(t *testing.T) {
 
 func TestAJournalInTheCallersDatabaseWithoutGroupCommitKeepsTheContract(t *testing.T) {
 	t.Parallel() // it waits for leases most of the time
+	if hurried() {
+		t.Skip("its two halves have tests of their own")
+	}
 	journaltest.Run(t, func(t *testing.T, lease time.Duration) journal.Journal {
 		return over(t, database(t, fresh(t)), sqljournal.Options{Lease: lease, NoGroupCommit: true})
 	})

@@ -188,6 +188,7 @@ func TestATransactionThatEndedIsTheCallersError(t *testing.T) {
 }
 
 func TestTransactionsOfManyCallersAndTheJournalsOwnGoTogether(t *testing.T) {
+	t.Parallel()
 	stores(t, func(t *testing.T, j *sqljournal.Journal) {
 		const callers, each = 6, 15
 		var all sync.WaitGroup
