@@ -23,7 +23,7 @@ import (
 )
 
 const (
-	largeBody = 256 << 20
+	largeBody = 256 << 20 / min(slowness, 2) // the peak is then still far below
 	peakLimit = 16 << 20
 
 	// The test binary runs itself with these set: only a process of its own

@@ -19,7 +19,7 @@ import (
 )
 
 var (
-	opsFlag  = flag.Int("ops", 20_000, "operations of TestOneEffectPerOperation")
+	opsFlag  = flag.Int("ops", 20_000/slowness, "operations of TestOneEffectPerOperation")
 	seedFlag = flag.Int64("seed", 1, "seed of the faults; keys that the client mints differ from run to run, and so do their faults")
 )
 

@@ -3,3 +3,5 @@
 package idem_test
 
 const raceDetector = false
+
+const slowness = 1

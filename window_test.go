@@ -88,3 +88,33 @@ func TestNothingIsSentAfterTheKeyWindowWhateverTakesLong(t *testing.T) {
 		}
 	}
 }
+
+// The attempt has no limit that would end it: the last look at each read of the
+// body is all that stands between a machine that slept and the send.
+func TestBodyIsNotHandedOutAfterTheKeyWindow(t *testing.T) {
+	virtual(t, func(t *testing.T) {
+		const window = 2 * time.Second
+		s := inMemory(t)
+		s.Apply(fakeserver.Settings{Retention: window})
+		require.NoError(t, s.Inject(fakeserver.Fault{Kind: fakeserver.Reset, Point: fakeserver.AfterEffect, Send: 1}))
+		tr := over(s, func(tr *idem.Transport) {
+			tr.Policy.KeyWindow, tr.Policy.AttemptTimeout = window, -1
+			tr.Journal = &journal.Memory{Lease: time.Hour}
+			base, calls := tr.Base, 0
+			tr.Base = roundTripFunc(func(req *http.Request) (*http.Response, error) {
+				if calls++; calls == 2 {
+					time.Sleep(5 * time.Second) // the machine sleeps, behind all checks but that of the body
+				}
+				return base.RoundTrip(req)
+			})
+		})
+		ctx := idem.WithOperation(t.Context(), idem.Operation{Name: "charge", ID: "order-1/1"})
+		_, err := tr.RoundTrip(newPayment(t, ctx, s, "order-1"))
+		require.ErrorIs(t, err, idem.ErrKeyExpired)
+		require.Equal(t, idem.Unknown, idem.OutcomeOf(nil, err))
+		require.Len(t, s.Effects(), 1)
+		for _, send := range s.Sends()[1:] {
+			require.Less(t, send.BodyLen, send.ContentLength, "without its body it can have no effect")
+		}
+	})
+}
