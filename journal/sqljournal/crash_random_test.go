@@ -107,7 +107,7 @@ func (c *crashChapter) round() {
 		p.says("open")
 		time.Sleep(time.Duration(c.draw.Int64N(int64(120 * time.Millisecond)))) // as above
 	default: // a slow machine, too, has something under way
-		eventually(c.t, "it sends", func() bool { return len(c.w.server.Sends()) > sent })
+		eventually(c.t, "it sends", func() bool { return len(c.w.server.SendsAfter(sent)) > 0 })
 		time.Sleep(time.Duration(c.draw.Int64N(int64(60 * time.Millisecond)))) // as above
 	}
 	p.kill()
@@ -120,7 +120,7 @@ func (c *crashChapter) end() {
 	for _, order := range c.orders {
 		again = append(again, "second card: "+order)
 	}
-	for _, r := range c.w.lives(c.t, crashTask{Do: []string{"resume", "pay"}, Orders: again, Workers: 8, Window: crashKeyWindow, Limit: 2 * time.Second}, "resumed") {
+	for _, r := range c.w.lives(c.t, crashTask{Do: []string{"resume", "pay"}, Orders: again, Workers: 8, Window: crashKeyWindow, Limit: 600 * time.Millisecond}, "resumed") {
 		require.Equal(c.t, r.Resumed.Seen, r.Resumed.Done+r.Resumed.Refused, r.Resumed)
 	}
 	c.judge(true)
