@@ -724,8 +724,11 @@ func (b *answerBody) end(whole bool) {
 		return
 	}
 	b.a.release()
-	b.a.o.answerEnded(whole)
+	err := b.a.o.answerEnded(whole)
 	if b.holdsGate {
 		b.a.o.t.gates.leave(b.a.o.gate())
+	}
+	if err != nil { // last: the hook may panic, or call the operation again
+		b.a.o.journalFailed(err)
 	}
 }

@@ -13,6 +13,8 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+
+	"github.com/idem-go/idem/journal"
 )
 
 // The reasons for which an operation ends without the answer it wanted. Test
@@ -42,7 +44,10 @@ var (
 	// renewed, nothing more. Where it failed after the answer, the answer stands
 	// (Report.Reason beside a response), and the entry stays pending, to be
 	// resumed with the same key. Where a stored answer does not open (another
-	// Transport.Seal), the server's replay is the answer. The cause is wrapped.
+	// Transport.Seal), the server's replay is the answer. The cause is wrapped:
+	// journal.ErrDamaged means that this entry must be decided by a person, and
+	// calling again does not help before. Where nothing was sent, the report has no
+	// key: the journal alone knows which one is the operation's.
 	ErrJournal = errors.New("idem: journal failed")
 
 	// From the answer of the server, or known before asking it.
@@ -57,7 +62,8 @@ var (
 	ErrInProgress = errors.New("idem: operation still in progress")
 	// ErrAlreadyDone: the server did the work under this key earlier and
 	// does not replay the answer; or the Journal knows that it is done, and the
-	// key window in which the server would replay the answer has passed.
+	// key window in which the server would replay the answer has passed or a
+	// person decided it.
 	// Report.Reference has the resource's id where the dialect knows its
 	// place.
 	ErrAlreadyDone = errors.New("idem: operation already done")
@@ -162,11 +168,16 @@ func (e *Error) next() string {
 		}
 		return "read the resource at the provider"
 	case errors.Is(e.Reason, ErrJournal) && len(e.Attempts) == 0:
+		if errors.Is(e.Reason, journal.ErrDamaged) {
+			return "this call sent nothing; when the damage is dealt with, call again with the same operation"
+		}
 		return "this call sent nothing; when the journal works, call again with the same operation"
 	}
 	switch e.Outcome {
 	case Unknown:
 		switch {
+		case e.Key == "" && e.KeyFrom == "journal":
+			return "call again with the same operation, or look it up at the provider"
 		case e.Key == "":
 			return "look it up at the provider before repeating it"
 		case e.KeyFrom == "minted" || e.KeyFrom == "header":

@@ -33,7 +33,8 @@ type Hooks struct {
 	// can say so: when a claim is renewed, on a goroutine of its own (the call
 	// goes on, and ends with ErrJournal if that does not help), and behind the
 	// end of an answer that was handed over streaming (the entry stays pending, and
-	// a resume gets the server's replay).
+	// a resume gets the server's replay). While it runs for a renewal, it does not
+	// hear of the next one.
 	JournalFailed func(ctx context.Context, op journal.Operation, err error)
 }
 

@@ -116,3 +116,96 @@ func TestSlogHooksWarnOfAJournalThatFails(t *testing.T) {
 	h.JournalFailed(t.Context(), journal.Operation{Scope: "acct_1", Name: "charge", ID: "1"}, errDisk)
 	require.Contains(t, out.String(), `level=WARN msg="idem: journal failed" operation=charge/1 error="the disk is full"`)
 }
+
+// streaming is a server whose answers are handed over streaming.
+func streaming() *wire {
+	return &wire{serve: func(_ int, req *http.Request) (*http.Response, error) {
+		return chunkedAnswer(req, "text/plain", io.NopCloser(strings.NewReader("a long answer"))), nil
+	}}
+}
+
+func TestPanicInJournalFailedHandsOnTheTurnOfTheKey(t *testing.T) {
+	virtual(t, func(t *testing.T) {
+		m := &journal.Memory{Lease: time.Second}
+		w := watch(m)
+		w.trouble = failing(errDisk, "Finish")
+		tr := onWire(streaming(), remembering(w), func(tr *idem.Transport) {
+			tr.Hooks.JournalFailed = func(context.Context, journal.Operation, error) { panic("hook") }
+		})
+		c := idem.NewClient(tr)
+		resp, err := c.Do(newPost(t, charging(t.Context(), "1"), wireURL, `{}`))
+		require.NoError(t, err)
+		require.Panics(t, func() { _, _ = io.ReadAll(resp.Body) })
+		_ = resp.Body.Close()
+		w.trouble = nil
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		resp, err = c.Do(newPost(t, charging(ctx, "1"), wireURL, `{}`))
+		if err == nil {
+			readAll(t, resp)
+		}
+		require.NoError(t, err, "the turn of the key is handed on")
+	})
+}
+
+func TestJournalFailedMayCallTheSameOperation(t *testing.T) {
+	virtual(t, func(t *testing.T) {
+		m := &journal.Memory{Lease: time.Second}
+		w := watch(m)
+		w.trouble = failing(errDisk, "Finish")
+		var c *idem.Client
+		var second error
+		tr := onWire(streaming(), remembering(w), func(tr *idem.Transport) {
+			tr.Hooks.JournalFailed = func(context.Context, journal.Operation, error) {
+				w.trouble = nil
+				ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+				defer cancel()
+				var resp *http.Response
+				resp, second = c.Do(newPost(t, charging(ctx, "1"), wireURL, `{}`))
+				if second == nil {
+					readAll(t, resp)
+				}
+			}
+		})
+		c = idem.NewClient(tr)
+		resp, err := c.Do(newPost(t, charging(t.Context(), "1"), wireURL, `{}`))
+		require.NoError(t, err)
+		readAll(t, resp)
+		require.NoError(t, second)
+	})
+}
+
+func TestSlowJournalFailedDoesNotStopTheRenewals(t *testing.T) {
+	virtual(t, func(t *testing.T) {
+		m := &journal.Memory{Lease: 3 * time.Second}
+		w := watch(m)
+		n := 0
+		w.trouble = func(name string, _ journal.Operation) error {
+			if name == "Renew" {
+				if n++; n == 1 {
+					return errDisk
+				}
+			}
+			return nil
+		}
+		wr := &wire{serve: func(_ int, req *http.Request) (*http.Response, error) {
+			time.Sleep(10 * time.Second)
+			return answer(req, 201, jsonType(), `{"id":"pay_1"}`), nil
+		}}
+		tr := onWire(wr, remembering(w), func(tr *idem.Transport) {
+			tr.Hooks.JournalFailed = func(context.Context, journal.Operation, error) {
+				time.Sleep(5 * time.Second)
+			}
+		})
+		go func() {
+			time.Sleep(6 * time.Second)
+			e := entryOf(t, m, "1")
+			if !e.Claimed(time.Now()) {
+				t.Errorf("the claim has ended %v ago although the store works again", time.Since(e.Lease))
+			}
+		}()
+		resp, err := idem.NewClient(tr).Do(newPost(t, charging(t.Context(), "1"), wireURL, `{}`))
+		require.NoError(t, err)
+		readAll(t, resp)
+	})
+}

@@ -220,3 +220,94 @@ func TestSealedRequestAfterTheDialectWasRenamedIsBuiltAgain(t *testing.T) {
 		require.Equal(t, 1, sum.Done)
 	})
 }
+
+// A hop behind a journal that failed is judged by its own answer.
+func TestHopBehindAStoredAnswerThatDoesNotOpen(t *testing.T) {
+	for name, c := range map[string]struct {
+		status   int
+		followed int
+	}{"307 then 500": {307, 500}, "307 then 404": {307, 404}, "303 then 500": {303, 500}, "307 then 201": {307, 201}, "303 then 200": {303, 200}} {
+		t.Run(name, func(t *testing.T) {
+			virtual(t, func(t *testing.T) {
+				m := new(journal.Memory)
+				moved := false
+				w := &wire{serve: func(_ int, req *http.Request) (*http.Response, error) {
+					switch {
+					case !moved:
+						return answer(req, 201, jsonType(), `{"id":"pay_1"}`), nil
+					case req.URL.Path != "/there":
+						return answer(req, c.status, http.Header{"Location": {"/there"}}, ""), nil
+					}
+					return answer(req, c.followed, jsonType(), `{"id":"pay_1"}`), nil
+				}}
+				call := func(key byte, j journal.Journal) (idem.Report, *http.Response, error) {
+					var r idem.Report
+					resp, err := idem.NewClient(onWire(w, remembering(j), sealing(t, key))).Do(newPost(t, idem.WithReport(charging(t.Context(), "1"), &r), wireURL, `{}`))
+					if err == nil {
+						readAll(t, resp)
+					}
+					return r, resp, err
+				}
+				_, _, err := call(1, m)
+				require.NoError(t, err)
+				moved = true
+				r, _, err := call(2, m)
+				if c.followed >= 400 {
+					require.Error(t, err, "Do gives an error for a Reason")
+				}
+				if c.followed != 500 {
+					require.ErrorIs(t, r.Reason, idem.ErrJournal)
+				}
+			})
+		})
+	}
+}
+
+func TestHopBehindAReleaseThatFailedIsAnErrorForItsOwnReason(t *testing.T) {
+	virtual(t, func(t *testing.T) {
+		m := &journal.Memory{Lease: time.Second}
+		w := watch(m)
+		n := 0
+		w.trouble = func(name string, _ journal.Operation) error {
+			if name == "Release" {
+				if n++; n == 1 {
+					return errDisk
+				}
+			}
+			return nil
+		}
+		wr := &wire{serve: func(_ int, req *http.Request) (*http.Response, error) {
+			if req.URL.Path != "/there" {
+				return answer(req, 307, http.Header{"Location": {"/there"}}, ""), nil
+			}
+			return answer(req, 500, jsonType(), `{}`), nil
+		}}
+		var r idem.Report
+		resp, err := idem.NewClient(onWire(wr, remembering(w))).Do(newPost(t, idem.WithReport(charging(t.Context(), "1"), &r), wireURL, `{}`))
+		if err == nil {
+			readAll(t, resp)
+		}
+		require.ErrorIs(t, err, idem.ErrAttemptsExhausted)
+		require.Equal(t, idem.Unknown, r.Outcome)
+	})
+}
+
+// Behind a refusal the key is not the derived one, so no report may name that.
+func TestBeginThatDoesNotEndNamesNoKey(t *testing.T) {
+	virtual(t, func(t *testing.T) {
+		w := watch(new(journal.Memory))
+		w.trouble = func(name string, _ journal.Operation) error {
+			time.Sleep(time.Hour)
+			return errDisk
+		}
+		ctx, cancel := context.WithTimeout(charging(t.Context(), "1"), time.Minute)
+		defer cancel()
+		var r idem.Report
+		_, err := idem.NewClient(onWire(new(wire), remembering(w))).Do(newPost(t, idem.WithReport(ctx, &r), wireURL, `{}`))
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.Empty(t, r.Key)
+		require.Equal(t, "journal", r.KeyFrom)
+		require.Equal(t, idem.Unknown, r.Outcome)
+		require.ErrorContains(t, err, "call again with the same operation")
+	})
+}

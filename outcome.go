@@ -61,7 +61,8 @@ type Report struct {
 	// Key on the wire (unquoted); "": the request carried none. Keys hold no
 	// personal data, so it may be logged and pasted into a dashboard.
 	Key string
-	// KeyFrom says whose key it is: "journal" (the stored key of the Operation),
+	// KeyFrom says whose key it is: "journal" (the stored key of the Operation; with
+	// an empty Key the Journal did not say which one that is),
 	// "operation" (derived from the Operation),
 	// "context" ([WithKey]), "header" (the request brought it; vendor SDKs do
 	// that), "minted" (made for this call), or "" (no key).

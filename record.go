@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/idem-go/idem/journal"
@@ -89,12 +90,14 @@ func (o *operation) open() error {
 		switch {
 		case err == nil:
 			return o.opened(e, hopKey)
-		case o.Err() != nil:
+		case o.Err() != nil: // the entry may be another's by now, or a later generation's
+			o.keyNotKnown()
 			return o.cancelled()
 		case errors.Is(err, journal.ErrMismatch):
 			o.known(e)
 			return otherRequest(e, o.request)
 		case !errors.Is(err, journal.ErrClaimed):
+			o.keyNotKnown()
 			return journalErr(err)
 		}
 		o.known(e)
@@ -108,6 +111,15 @@ func (o *operation) open() error {
 			}
 			return err
 		}
+	}
+}
+
+// keyNotKnown takes the key out of the report where the journal did not say which
+// one it is: behind a refusal it is not the derived one, and whoever looks that up
+// at the provider would find the refusal.
+func (o *operation) keyNotKnown() {
+	if !o.isHop && o.report.KeyFrom != "journal" {
+		o.report.Key, o.report.KeyFrom = "", "journal"
 	}
 }
 
@@ -236,13 +248,17 @@ func (o *operation) recall(e journal.Entry) error {
 	}
 	// What a person settled the server may never have seen: a send would do it.
 	if e.Decision != "" || e.FirstSend.IsZero() || o.since(e.FirstSend) != nil || o.expired(o.started) {
-		err := fmt.Errorf("%w: on %s", ErrAlreadyDone, e.Finished.UTC().Format(time.DateTime+" MST"))
-		if rec.closed != nil {
-			err = fmt.Errorf("%w; %w", err, rec.closed)
-		}
-		return err
+		return rec.alreadyDone(fmt.Errorf("%w: on %s", ErrAlreadyDone, e.Finished.UTC().Format(time.DateTime+" MST")))
 	}
 	return nil
+}
+
+// alreadyDone adds why the stored answer is not there.
+func (rec *record) alreadyDone(err error) error {
+	if rec.closed == nil {
+		return err
+	}
+	return fmt.Errorf("%w; %w", err, rec.closed)
 }
 
 // renewAfter keeps the claim while the operation runs; rest is what is left of
@@ -250,6 +266,7 @@ func (o *operation) recall(e journal.Entry) error {
 func (o *operation) renewAfter(rest time.Duration) {
 	rec := o.record()
 	every := max(rest/3, 10*time.Millisecond)
+	var telling atomic.Bool
 	rec.mu.Lock()
 	defer rec.mu.Unlock()
 	rec.timer = time.AfterFunc(every, func() {
@@ -257,16 +274,18 @@ func (o *operation) renewAfter(rest time.Duration) {
 			return
 		}
 		err := rec.renew(context.Background(), o.t.Journal, journal.Note{})
-		if err != nil && rec.claimed() {
-			o.journalFailed(err)
-		}
 		rec.mu.Lock()
-		defer rec.mu.Unlock()
-		if rec.held && !rec.lost {
+		goesOn := rec.held && !rec.lost
+		if goesOn {
 			if err == nil { // a store that is down keeps the pace
 				every = max(time.Until(rec.entry.Lease)/3, 10*time.Millisecond)
 			}
 			rec.timer.Reset(every)
+		}
+		rec.mu.Unlock()
+		if err != nil && goesOn && telling.CompareAndSwap(false, true) { // a slow hook hears of one at a time
+			defer telling.Store(false)
+			o.journalFailed(err)
 		}
 	})
 }
@@ -324,9 +343,9 @@ func (o *operation) conclude(resp *http.Response) {
 		r.Outcome = Executed
 		switch n := len(r.Attempts); {
 		case errors.Is(r.Reason, ErrKeyExpired):
-			r.Reason = ErrAlreadyDone
+			r.Reason = rec.alreadyDone(ErrAlreadyDone)
 		case r.Reason == nil && n > rec.before && resp != nil && resp.StatusCode/100 != 3 && r.Attempts[n-1].evidence != done:
-			r.Reason = fmt.Errorf("%w: the answer %d is not the one that it had", ErrAlreadyDone, resp.StatusCode)
+			r.Reason = rec.alreadyDone(fmt.Errorf("%w: the answer %d is not the one that it had", ErrAlreadyDone, resp.StatusCode))
 		case r.Reason == nil && rec.closed != nil:
 			r.Reason, r.onlyJournal = rec.closed, true
 		}
@@ -460,20 +479,15 @@ func (rec *record) hold(o *operation, resp *http.Response, s journal.State, n jo
 
 // answerEnded finishes the entry of a streamed answer, or leaves it pending where
 // the answer was not read to its end.
-func (o *operation) answerEnded(whole bool) {
+func (o *operation) answerEnded(whole bool) error {
 	rec := o.record()
-	if rec == nil || rec.stream == nil {
-		return
+	switch {
+	case rec == nil || rec.stream == nil:
+		return nil
+	case whole:
+		return rec.finish(o, rec.stream.state, rec.stream.note)
 	}
-	var err error
-	if whole {
-		err = rec.finish(o, rec.stream.state, rec.stream.note)
-	} else {
-		err = rec.release(o, journal.Note{Attempts: rec.stream.note.Attempts})
-	}
-	if err != nil {
-		o.journalFailed(err)
-	}
+	return rec.release(o, journal.Note{Attempts: rec.stream.note.Attempts})
 }
 
 // journalFailed tells of a failure that no result of the call can tell of. A

@@ -393,7 +393,8 @@ func (t *Transport) pending(e journal.Entry, now time.Time) PendingOperation {
 
 // Pending yields the pending entries of the Journal, oldest first: operations
 // whose outcome is not known, or not yet. A damaged entry is yielded with an
-// error, and those behind it follow; another error (ErrJournal, ErrInvalid) is
+// error (journal.ErrDamaged), of it only the Operation is there, and those behind
+// it follow; another error (ErrJournal, ErrInvalid) is
 // the last.
 func (c *Client) Pending(ctx context.Context) iter.Seq2[PendingOperation, error] {
 	return func(yield func(PendingOperation, error) bool) {
@@ -403,10 +404,13 @@ func (c *Client) Pending(ctx context.Context) iter.Seq2[PendingOperation, error]
 			return
 		}
 		for e, err := range j.Pending(ctx) {
+			p := PendingOperation{Entry: e} // damaged: nothing may be sent, so nothing is left
 			if err != nil {
 				err = journalErr(err)
+			} else {
+				p = t.pending(e, time.Now())
 			}
-			if !yield(t.pending(e, time.Now()), err) {
+			if !yield(p, err) {
 				return
 			}
 		}

@@ -269,7 +269,9 @@ func (o *operation) noteWait(wait time.Duration, from string) {
 // is none.
 func (o *operation) end(resp *http.Response, reason error) (*http.Response, error) {
 	r := &o.report
-	r.Reason = reason
+	if reason != nil || !o.afterWrite || !r.onlyJournal {
+		r.Reason, r.onlyJournal = reason, false // of a hop: that was said of the RoundTrip before
+	}
 	if reason != nil && o.Err() != nil && errors.Is(reason, context.Cause(o.Context)) {
 		o.endedBy(o.Err())
 	}

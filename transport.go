@@ -583,6 +583,9 @@ func (o *operation) follow(previous *operation) error {
 func (o *operation) extend(previous *operation) {
 	o.inherit(previous)
 	o.afterWrite = true
+	if o.report.onlyJournal { // what the write could not note is still so
+		o.report.Reason = previous.report.Reason
+	}
 }
 
 func (o *operation) inherit(previous *operation) {

@@ -98,6 +98,14 @@
 // To end a process, call Shutdown of the http.Server, and when it has returned, Close of
 // the journal: a Handler whose journal was closed cannot mark what it has done.
 //
+// # A damaged event
+//
+// An event whose entry in the journal is damaged is answered 503 each time, and the
+// error that Done hears matches journal.ErrDamaged. Look whether it was handled in
+// your own tables. With sqljournal then call DecideDamaged for the operation
+// {Scope: Source, Name: "webhook", ID: the event's id}, which the *RowError has:
+// journal.Done, it was handled; journal.Refused, the next delivery is handled.
+//
 // # The window
 //
 // An event is remembered for [Handler].Window after its first delivery, then it is

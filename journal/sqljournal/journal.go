@@ -210,7 +210,26 @@ func (j *Journal) Decide(ctx context.Context, op journal.Operation, d journal.De
 // in the place of the damaged one: State journal.Done is what [Decide] makes of an
 // executed operation, and Refused frees it for a new key. Of the old entry the key and, unless d has
 // one, the reference are kept, for people to read: they may be what is damaged.
-// ErrInvalid: the entry is not damaged, or d is wrong. ErrNotFound: there is none.
+// ErrInvalid: the entry is not damaged, as after an earlier DecideDamaged, or d is
+// wrong. ErrNotFound: there is none.
+// ErrClaimed: as far as the row can be believed somebody works on it, until Lease, an
+// hour from now at most. But owner and lease may be what is damaged: see to it that no
+// call of the operation is under way before you say Refused.
+//
+// Look the operation up by a reference of your own that the request had. A key
+// says little: the stored one may be damaged, and behind a refusal the one that
+// is derived from the name is not the last one.
+//
+//	var damaged *sqljournal.RowError
+//	if errors.As(err, &damaged) {
+//		_, err = j.DecideDamaged(ctx, damaged.Operation, journal.Decision{
+//			State: journal.Done, Reference: "pay_4", Reason: "found at the provider by order number"})
+//	}
+//
+// Of an event of package webhook (Scope is its source, Name "webhook") look in your
+// own tables: Done, it was handled, and is never forgotten by Window but by Sweep, as an
+// operation is; Refused, its next delivery is handled. Until then each delivery is
+// answered with 503.
 //
 // [Decide]: Journal.Decide
 func (j *Journal) DecideDamaged(ctx context.Context, op journal.Operation, d journal.Decision) (journal.Entry, error) {
@@ -293,9 +312,9 @@ func (a place) before(b place) bool {
 
 // Sweep implements [journal.Journal]. It works in steps of a few milliseconds,
 // between which others write, and stops when ctx ends; what it did by then is done
-// and counted. A damaged entry is left alone; the error has the *RowError of
-// each, and the others are swept. A file of the journal's own becomes smaller if
-// more than a quarter of it is free then.
+// and counted. It looks only at what is due: a damaged entry among that is left
+// alone, the error has the *RowError of each, and the others are swept. A file of
+// the journal's own becomes smaller if more than a quarter of it is free then.
 func (j *Journal) Sweep(ctx context.Context, keep time.Duration) (journal.Swept, error) {
 	if keep <= 0 {
 		keep = journal.DefaultKeep

@@ -153,14 +153,15 @@ func (r *row) check(s *journal.Secret) error {
 
 // salvaged is the pending entry about which a person decides where the row of op
 // is damaged. What it keeps is for that person to read; what a later step acts on
-// is made anew: the claim, the expiry, stored bodies, the generation (the
-// first one alone has a key that follows from the name), and the fence, which is
-// far above any that an owner can have.
+// is made anew: the claim, the expiry, stored bodies, the fingerprint (one that is
+// not known fits every request), the key window (no tombstone may go within it), the
+// generation (the first one alone has a key that follows from the name), and the
+// fence, which is far above any that an owner can have.
 func (r *row) salvaged(op journal.Operation, now time.Time) *journal.Entry {
 	e := r.entry
 	return &journal.Entry{
-		Operation: op, State: journal.Pending, Generation: min(max(e.Generation, 1), math.MaxInt32), Key: e.Key, Fingerprint: e.Fingerprint,
-		Created: now.Round(0).Truncate(time.Microsecond), Fence: now.UnixMicro(), Reference: e.Reference,
+		Operation: op, State: journal.Pending, Generation: min(max(e.Generation, 1), math.MaxInt32), Key: e.Key,
+		Created: now.Round(0).Truncate(time.Microsecond), Window: journal.DefaultKeep, Fence: now.UnixMicro(), Reference: e.Reference,
 	}
 }
 

@@ -288,7 +288,13 @@ func (w *writer) decideDamaged(op journal.Operation, d journal.Decision) (journa
 		return rows[0].entry, fmt.Errorf("%w: the entry of %v is not damaged; use Decide", journal.ErrInvalid, op)
 	}
 	now := time.Now()
+	if e := rows[0].entry; e.Claimed(now) { // its owner may be sending; a wrong lease holds for LongestLease at most
+		return journal.Entry{Operation: op, Owner: e.Owner, Lease: e.Lease}, journal.ErrClaimed
+	}
 	out, err := w.rules.Decide(rows[0].salvaged(op, now), d, now)
+	if err == nil {
+		err = checkSize(&out) // before anything is deleted: it is no error of the store, and the others commit
+	}
 	if err != nil {
 		return journal.Entry{}, err
 	}
