@@ -334,7 +334,6 @@ func TestAnswerWithoutABodyDoesNotHoldTheKey(t *testing.T) {
 		tr.Policy.MaxAttempts = 1
 		resp, err := tr.RoundTrip(newPost(t, idem.WithKey(context.Background(), "k"), url, "{}"))
 		require.NoError(t, err)
-		require.Equal(t, http.NoBody, http.NoBody)
 		_ = resp // not closed: a bare client has nothing to close
 		ctx, cancel := context.WithTimeout(idem.WithKey(context.Background(), "k"), time.Second)
 		defer cancel()

@@ -6,5 +6,5 @@ package idem_test
 // drop values at random, so counts mean nothing under it.
 const raceDetector = true
 
-// slowness of everything under it.
+// slowness divides how much the longest tests do.
 const slowness = 4

@@ -566,8 +566,12 @@ func TestALostAnswerIsAReset(t *testing.T) {
 		require.NoError(t, s.Register(Endpoint{Handler: h, Secrets: []string{secretOne}, Schedule: []time.Duration{time.Millisecond}}))
 		require.NoError(t, s.ScriptDeliveries("order-1", DeliveryFault{Kind: LostAnswer}))
 		payFor(t, s, "order-1")
-		require.ErrorIs(t, <-ends, syscall.ECONNRESET)
-		require.ErrorIs(t, <-ends, io.EOF, "the second answer is heard")
+		first, second := <-ends, <-ends
+		if errors.Is(second, syscall.ECONNRESET) { // who hears of the reset may be slower than the next attempt
+			first, second = second, first
+		}
+		require.ErrorIs(t, first, syscall.ECONNRESET)
+		require.ErrorIs(t, second, io.EOF, "the second answer is heard")
 		settled(t, s)
 		d := s.Deliveries()
 		require.Len(t, d, 2)

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"net"
 	"net/http"
@@ -67,21 +68,24 @@ type reply struct {
 }
 
 func (c call) send(s *Server) reply {
-	ctx, leave := context.WithCancel(context.Background())
+	ctx, leave := context.WithCancelCause(context.Background())
 	var watch sync.WaitGroup
 	defer watch.Wait()
-	defer leave()
+	defer leave(nil)
 	switch {
 	case c.from != nil:
 		watch.Go(func() {
-			for i := 0; i < ticks && ctx.Err() == nil && !c.from(); i++ {
+			for i := 0; ctx.Err() == nil && !c.from(); i++ {
+				if i == ticks {
+					leave(errors.New("what the client waits for before it leaves did not happen"))
+				}
 				time.Sleep(tick)
 			}
 			select {
 			case <-time.After(c.within):
 			case <-ctx.Done():
 			}
-			leave()
+			leave(nil)
 		})
 	case c.within > 0:
 		var cancel context.CancelFunc
@@ -119,7 +123,7 @@ func (c call) send(s *Server) reply {
 	var data bytes.Buffer
 	if c.take > 0 {
 		_, _ = io.CopyN(&data, resp.Body, int64(c.take)) // the next read says why it failed
-		leave()
+		leave(nil)
 	}
 	_, err = data.ReadFrom(resp.Body)
 	return reply{status: resp.StatusCode, header: resp.Header, body: data.String(), bodyErr: err}

@@ -33,7 +33,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -159,44 +158,21 @@ type street struct {
 	claims map[string][]Claim // of each
 	deaths []time.Time
 
-	mu     sync.Mutex // guards victim
-	victim victim
+	held atomic.Pointer[held] // nil: nothing
 
 	kills, acknowledged, resumed atomic.Int64 // for the progress
 }
 
-// victim is the operation in the middle of which the shop is to be killed.
-type victim struct {
-	from int           // the number of a send; 0: there is none
-	key  string        // of the first one that ends from then on; "": none has
+// held is what the server keeps to itself in a life that ends with a kill.
+type held struct {
+	from int           // the number of a send: the answers from there on
 	dead chan struct{} // closed when the shop is
 }
 
-// hold keeps back the answers of the victim until the shop is dead. So there is always
-// something to be resumed, though the kill may come late on a slow machine.
+// hold sees to it that something has to be resumed, however late the kill comes.
 func (s *street) hold(send fakeserver.Send) {
-	s.mu.Lock()
-	if v := &s.victim; v.from > 0 && send.N >= v.from && v.key == "" {
-		v.key = send.Key
-	}
-	v := s.victim
-	s.mu.Unlock()
-	if v.key == send.Key && v.dead != nil {
-		<-v.dead
-	}
-}
-
-// aim chooses the victim, by the number of a send.
-func (s *street) aim(from int) (dead func()) {
-	v := victim{from: from, dead: make(chan struct{})}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.victim = v
-	return func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.victim = victim{}
-		close(v.dead)
+	if h := s.held.Load(); h != nil && send.N >= h.from {
+		<-h.dead
 	}
 }
 
@@ -247,7 +223,9 @@ func (s *street) life(kill bool) error {
 	}
 	target := len(s.server.Sends()) + 1 + s.random.IntN(perRound)
 	if kill {
-		defer s.aim(target)()
+		h := &held{target, make(chan struct{})}
+		s.held.Store(h)
+		defer func() { s.held.Store(nil); close(h.dead) }()
 	}
 	if err := child.Start(); err != nil {
 		return err

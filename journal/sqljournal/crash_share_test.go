@@ -134,7 +134,8 @@ func TestC74_ASignalFromOutsideStopsAProcessBeyondItsLease(t *testing.T) {
 	release := w.holdP(t)
 	p := w.start(t, crashTask{Do: []string{"pay"}, Orders: []string{"order-p"}, Bodiless: true, Lease: stoppedLease, Limit: time.Minute})
 	eventually(t, "P sends", func() bool { return len(w.server.Sends()) == 1 })
-	for {
+	for stops := 1; ; stops++ {
+		require.LessOrEqual(t, stops, 50, "it was always within a transaction")
 		p.signal(syscall.SIGSTOP)
 		if len(w.lives(t, crashTask{Busy: 200 * time.Millisecond}, "open")) > 0 {
 			break

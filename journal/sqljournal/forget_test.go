@@ -237,6 +237,28 @@ func TestFinishedEntriesCostPendingNothing(t *testing.T) {
 	}
 }
 
+// What was finished behind the first entry is not yielded: it was not read before that.
+func TestPendingReadsNoMoreThanItYields(t *testing.T) {
+	j := open(t, fresh(t), sqljournal.Options{Lease: journal.LongestLease})
+	const rows = 500 // more than are read at once
+	for i := range rows {
+		_, err := j.Begin(t.Context(), payment(fmt.Sprint(i)))
+		require.NoError(t, err)
+	}
+	last, err := j.Begin(t.Context(), payment("the last"))
+	require.NoError(t, err)
+	n := 0
+	for e, err := range j.Pending(t.Context()) {
+		require.NoError(t, err)
+		require.NotEqual(t, "the last", e.ID)
+		if n++; n == 1 {
+			_, err := j.Finish(t.Context(), last, journal.Done, journal.Note{})
+			require.NoError(t, err)
+		}
+	}
+	require.Equal(t, rows, n)
+}
+
 // From the opening, its checks included, to the first entry.
 func TestPendingYieldsItsFirstEntrySoon(t *testing.T) {
 	rows := *pendingRows
@@ -252,8 +274,8 @@ func TestPendingYieldsItsFirstEntrySoon(t *testing.T) {
 	require.NoError(t, j.Close())
 	// What is soon depends on the machine: it is compared with the time in which all
 	// are read, and more than once, as either may be held up.
-	const most, tries = 5, 10
-	for try := 1; ; try++ {
+	const most, rounds = 5, 10
+	for round := 1; ; round++ {
 		began := time.Now()
 		j = open(t, path, sqljournal.Options{})
 		opened := time.Since(began)
@@ -274,6 +296,6 @@ func TestPendingYieldsItsFirstEntrySoon(t *testing.T) {
 		if first < most*all {
 			return
 		}
-		require.Less(t, try, tries, "the first entry takes more than %d times what all of them take", most)
+		require.Less(t, round, rounds, "the first entry takes more than %d times what all of them take", most)
 	}
 }
