@@ -34,7 +34,7 @@ type Hooks struct {
 	// goes on, and ends with ErrJournal if that does not help), and behind the
 	// end of an answer that was handed over streaming (the entry stays pending, and
 	// a resume gets the server's replay). While it runs for a renewal, it does not
-	// hear of the next one.
+	// hear of the next one; a panic there ends the process.
 	JournalFailed func(ctx context.Context, op journal.Operation, err error)
 }
 

@@ -214,7 +214,9 @@ func (j *Journal) Decide(ctx context.Context, op journal.Operation, d journal.De
 // wrong. ErrNotFound: there is none.
 // ErrClaimed: as far as the row can be believed somebody works on it, until Lease, an
 // hour from now at most. But owner and lease may be what is damaged: see to it that no
-// call of the operation is under way before you say Refused.
+// call of the operation is under way before you say Refused. A file in which an index
+// disagrees with the row is damaged as a whole: the call latches the journal, and no
+// opening accepts it.
 //
 // Look the operation up by a reference of your own that the request had. A key
 // says little: the stored one may be damaged, and behind a refusal the one that
