@@ -80,6 +80,7 @@ func TestADamagedEntryEndsWithWhatAPersonFoundOut(t *testing.T) {
 				require.NoError(t, err)
 				require.Equal(t, journal.Pending, e.State)
 				require.Equal(t, "second-"+id, e.Key, "never the first one again")
+				require.GreaterOrEqual(t, e.Generation, 2)
 				_, err = j.Finish(t.Context(), e, journal.Done, journal.Note{})
 				require.NoError(t, err)
 			}

@@ -154,9 +154,8 @@ func (r *row) check(s *journal.Secret) error {
 // salvaged is the pending entry about which a person decides where the row of op
 // is damaged. What it keeps is for that person to read; what a later step acts on
 // is made anew: the claim, the expiry, stored bodies, the fingerprint (one that is
-// not known fits every request), the key window (no tombstone may go within it), the
-// generation (the first one alone has a key that follows from the name), and the
-// fence, which is far above any that an owner can have.
+// not known fits every request), the key window (no tombstone may go within it), a
+// generation that cannot be, and the fence, which is far above any that an owner can have.
 func (r *row) salvaged(op journal.Operation, now time.Time) *journal.Entry {
 	e := r.entry
 	return &journal.Entry{
